@@ -1,0 +1,1 @@
+"""Programs to run, each with its settings in experiments/configs."""

@@ -1,0 +1,1 @@
+"""Settings of the experiments, one file a run."""

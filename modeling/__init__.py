@@ -1,0 +1,1 @@
+"""Model families as segments: (params, tokens, state) -> (hidden, delta)."""

@@ -1,0 +1,85 @@
+"""Gated full attention of a segment to its prefixes and to itself."""
+
+from collections.abc import Sequence
+
+import jax
+from flax import nnx
+
+from modeling.layer_state import KvState, Prefix
+from modeling.linear import Linear
+from modeling.norm import RMSNorm
+from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.rope import Rotation, rotate
+from pallas_kernels import prefix_attention
+
+
+class Attention(nnx.Module):
+  """o_proj(sigmoid(gate) * attention); q_proj holds [q | gate] of each head.
+
+  Queries and keys are normalised per head, before rope.
+  """
+
+  def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
+    hidden, size = config.hidden_size, config.head_dim
+    queries = config.num_attention_heads * size
+    keys = config.num_key_value_heads * size
+    make = dict(config=config, rngs=rngs)
+    self.q_proj = Linear(
+        "q_proj", hidden, 2 * queries, axes=("embed", "heads"), **make
+    )
+    self.k_proj = Linear(
+        "k_proj", hidden, keys, axes=("embed", "kv_heads"), **make
+    )
+    self.v_proj = Linear(
+        "v_proj", hidden, keys, axes=("embed", "kv_heads"), **make
+    )
+    self.o_proj = Linear(
+        "o_proj", queries, hidden, axes=("heads", "embed"), **make
+    )
+    norm = dict(eps=config.rms_norm_eps, dtype=config.param_dtype)
+    self.q_norm = RMSNorm(size, **norm)
+    self.k_norm = RMSNorm(size, **norm)
+    self.head_dim = size
+
+  def __call__(
+      self,
+      x_BTD: jax.Array,
+      *,
+      positions_BT: jax.Array,
+      rotation: Rotation,
+      prefixes: Sequence[Prefix],
+  ) -> tuple[jax.Array, KvState]:
+    """Returns the output [B,T,D] and the segment's own keys and values.
+
+    Args:
+      x_BTD: the segment.
+      positions_BT: its positions; -1 is padding.
+      rotation: rope at these positions.
+      prefixes: what the segment follows, for this layer alone: leaves are
+        [M, S, N, K], where each of the M rows serves B / M rows of the segment.
+    """
+    batch, steps, _ = x_BTD.shape
+    heads = lambda y: y.reshape(batch, steps, -1, self.head_dim)
+    q_and_gate = self.q_proj(x_BTD).reshape(
+        batch, steps, -1, 2, self.head_dim
+    )
+    q, gate = q_and_gate[..., 0, :], q_and_gate[..., 1, :]
+    q = rotate(self.q_norm(q), rotation)
+    k = rotate(self.k_norm(heads(self.k_proj(x_BTD))), rotation)
+    own = KvState(k=k, v=heads(self.v_proj(x_BTD)))
+
+    parts = [
+        prefix_attention.prefix_attention(
+            q,
+            prefix.slots.k,
+            prefix.slots.v,
+            q_positions=positions_BT,
+            k_positions=prefix.positions,
+            scale=self.head_dim**-0.5,
+        )
+        for prefix in (*prefixes, Prefix(slots=own, positions=positions_BT))
+        if prefix.positions.shape[1]
+    ]
+    out = prefix_attention.merge(parts).out.astype(x_BTD.dtype)
+    out *= jax.nn.sigmoid(gate)
+    return self.o_proj(out.reshape(batch, steps, -1)), own

@@ -1,0 +1,26 @@
+"""The gated feed-forward."""
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from modeling.linear import Linear
+from modeling.qwen3_5_config import Qwen3_5Config
+from pallas_kernels.shapes import typed
+
+
+class MLP(nnx.Module):
+  """down(silu(gate x) * up x)."""
+
+  def __init__(self, size: int, *, config: Qwen3_5Config, rngs: nnx.Rngs):
+    hidden = config.hidden_size
+    make = dict(config=config, rngs=rngs)
+    inward, outward = ("embed", "mlp"), ("mlp", "embed")
+    self.gate_proj = Linear("gate_proj", hidden, size, axes=inward, **make)
+    self.up_proj = Linear("up_proj", hidden, size, axes=inward, **make)
+    self.down_proj = Linear("down_proj", size, hidden, axes=outward, **make)
+
+  @typed
+  def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Applies the feed-forward to every token."""
+    return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))

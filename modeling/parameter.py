@@ -1,0 +1,42 @@
+"""How weights are made: with logical axis names, and stacked over layers."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def param(
+    value: jax.Array,
+    axes: tuple[str | None, ...],
+    *,
+    kind: type[nnx.Param] = nnx.Param,
+) -> nnx.Param:
+  """Wraps a weight with the logical name of each of its axes.
+
+  The names are not mesh axes: eager sharding would take them for such.
+  """
+  return kind(value, sharding_names=axes, eager_sharding=False)
+
+
+def stack(make: Callable[[nnx.Rngs], M], count: int, *, rngs: nnx.Rngs) -> M:
+  """Makes `count` like modules whose weights share a leading layer axis."""
+  vmapped = nnx.vmap(
+      make,
+      in_axes=0,
+      out_axes=0,
+      transform_metadata={nnx.PARTITION_NAME: "layers"},
+  )
+  return vmapped(rngs.split(count))
+
+
+def normal(
+    rngs: nnx.Rngs, shape: tuple[int, ...], *, std: float, dtype: str
+) -> jax.Array:
+  """Draws a weight from N(0, std^2)."""
+  draw = jax.random.normal(rngs.params(), shape, jnp.float32)
+  return (std * draw).astype(dtype)

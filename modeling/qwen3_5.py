@@ -1,0 +1,224 @@
+"""Qwen3.5/3.6 text decoder: blocks of Gated DeltaNet layers and one full layer.
+
+Like layers are stacked and scanned, so that 64 layers trace one of each kind.
+No weight or state is ever written in a forward: states come in and go out.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+from flax import nnx
+
+from modeling.attention import Attention
+from modeling.gated_delta_net import GatedDeltaNet
+from modeling.layer_state import (
+    DeltaState,
+    KvState,
+    Prefix,
+)
+from modeling.linear import Linear, wide_product
+from modeling.mlp import MLP
+from modeling.moe import MoE
+from modeling.norm import RMSNorm
+from modeling.parameter import normal, param, stack
+from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.rope import Rotation, rotation
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SegmentDelta:
+  """What a segment adds to the state that it follows."""
+
+  slots: KvState  # [L, B, T, N, K]: the segment's own keys and values
+  recurrent: DeltaState  # after the segment's last valid token
+
+
+class DecoderLayer(nnx.Module):
+  """x += mixer(norm(x)); x += feed_forward(norm(x))."""
+
+  def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
+    norm = dict(eps=config.rms_norm_eps, dtype=config.param_dtype)
+    self.input_layernorm = RMSNorm(config.hidden_size, **norm)
+    self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
+    if config.moe is None:
+      assert config.intermediate_size is not None, "checked by the config"
+      self.mlp = MLP(config.intermediate_size, config=config, rngs=rngs)
+    else:
+      self.mlp = MoE(config, rngs=rngs)
+
+  def residual(self, x_BTD: jax.Array, mixer: Callable) -> tuple:
+    """Returns the layer's output and what the mixer keeps."""
+    mixed, kept = mixer(self.input_layernorm(x_BTD))
+    x_BTD += mixed
+    with jax.named_scope("mlp"):
+      x_BTD += self.mlp(self.post_attention_layernorm(x_BTD))
+    return x_BTD, kept
+
+
+class LinearLayer(DecoderLayer):
+  """A layer that mixes tokens by Gated DeltaNet."""
+
+  def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    self.linear_attn = GatedDeltaNet(config, rngs=rngs)
+
+  @jax.named_scope("linear_layer")
+  def __call__(
+      self, x_BTD: jax.Array, *, valid_BT: jax.Array, state: DeltaState
+  ) -> tuple[jax.Array, DeltaState]:
+    """Returns the output and the layer's state after the segment."""
+    mixer = partial(self.linear_attn, valid_BT=valid_BT, state=state)
+    return self.residual(x_BTD, mixer)
+
+
+class FullLayer(DecoderLayer):
+  """A layer that mixes tokens by full attention."""
+
+  def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    self.self_attn = Attention(config, rngs=rngs)
+
+  @jax.named_scope("full_layer")
+  def __call__(
+      self,
+      x_BTD: jax.Array,
+      *,
+      positions_BT: jax.Array,
+      rotation: Rotation,
+      prefixes: tuple[Prefix, ...],
+  ) -> tuple[jax.Array, KvState]:
+    """Returns the output and the segment's keys and values."""
+    mixer = partial(
+        self.self_attn,
+        positions_BT=positions_BT,
+        rotation=rotation,
+        prefixes=prefixes,
+    )
+    return self.residual(x_BTD, mixer)
+
+
+class Block(nnx.Module):
+  """Some linear layers, stacked, then one full layer."""
+
+  def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
+    self.linear_layers = stack(
+        lambda rngs: LinearLayer(config, rngs=rngs),
+        config.full_attention_interval - 1,
+        rngs=rngs,
+    )
+    self.full_layer = FullLayer(config, rngs=rngs)
+
+
+class Qwen3_5(nnx.Module):
+  """The whole decoder, without vision and multi-token prediction."""
+
+  def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
+    self.config = config
+    self.embed_tokens = param(
+        normal(
+            rngs,
+            (config.vocab_size, config.hidden_size),
+            std=config.initializer_range,
+            dtype=config.param_dtype,
+        ),
+        ("vocab", "embed"),
+    )
+    self.blocks = stack(
+        lambda rngs: Block(config, rngs=rngs), config.num_blocks, rngs=rngs
+    )
+    self.norm = RMSNorm(
+        config.hidden_size, eps=config.rms_norm_eps, dtype=config.param_dtype
+    )
+    self.lm_head = nnx.data(None)
+    if not config.tie_word_embeddings:
+      self.lm_head = Linear(
+          "lm_head",
+          config.hidden_size,
+          config.vocab_size,
+          axes=("embed", "vocab"),
+          config=config,
+          rngs=rngs,
+      )
+
+  def __call__(
+      self,
+      tokens_BT: jax.Array,
+      *,
+      positions_BT: jax.Array,
+      prefixes: tuple[Prefix, ...],
+      recurrent: DeltaState,
+  ) -> tuple[jax.Array, SegmentDelta]:
+    """Runs a segment that follows a state.
+
+    Activations are rematerialised layer by layer in a backward pass.
+
+    Args:
+      tokens_BT: token ids, int32; padding on the right, any id.
+      positions_BT: int32 position of each token, -1 = padding.
+      prefixes: stored keys and values that the segment attends to. A prefix of
+        M rows serves B / M rows of the segment each.
+      recurrent: state before the segment, B rows.
+
+    Returns:
+      The hidden states [B,T,D] after the last norm, and what the segment adds.
+    """
+    valid_BT = positions_BT >= 0
+    x_BTD = self.embed_tokens[...][tokens_BT].astype(self.config.dtype)
+    by = rotation(
+        positions_BT,
+        config=self.config.rope,
+        head_dim=self.config.head_dim,
+        dtype=x_BTD.dtype,
+    )
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def linear_step(x_BTD, layer_and_state):
+      layer, state = layer_and_state
+      return layer(x_BTD, valid_BT=valid_BT, state=state)
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def full_step(x_BTD, layer, slots):
+      return layer(
+          x_BTD,
+          positions_BT=positions_BT,
+          rotation=by,
+          prefixes=tuple(
+              Prefix(slots=kv, positions=prefix.positions)
+              for kv, prefix in zip(slots, prefixes, strict=True)
+          ),
+      )
+
+    def block_step(x_BTD, block_and_state):
+      block, slots, state = block_and_state
+      x_BTD, state = jax.lax.scan(
+          linear_step, x_BTD, (block.linear_layers, state)
+      )
+      x_BTD, own = full_step(x_BTD, block.full_layer, slots)
+      return x_BTD, (own, state)
+
+    stored = tuple(prefix.slots for prefix in prefixes)
+    x_BTD, (own, recurrent) = jax.lax.scan(
+        block_step, x_BTD, (self.blocks, stored, recurrent)
+    )
+    return self.norm(x_BTD), SegmentDelta(slots=own, recurrent=recurrent)
+
+  def logits(self, hidden: jax.Array) -> jax.Array:
+    """Returns the head's output [..., vocab] in float32 or wider."""
+    with jax.named_scope("lm_head"):
+      if self.lm_head is None:
+        return wide_product(hidden, self.embed_tokens[...].T)
+      return self.lm_head.wide_product(hidden)
+
+
+def abstract_model(config: Qwen3_5Config) -> Qwen3_5:
+  """Returns a model of shapes and dtypes; no array is made."""
+  return nnx.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0)))
+
+
+def parameter_count(config: Qwen3_5Config) -> int:
+  """Returns the number of weights, adapters not counted."""
+  leaves = jax.tree.leaves(abstract_model(config.replace(lora=None)))
+  return sum(leaf.size for leaf in leaves)

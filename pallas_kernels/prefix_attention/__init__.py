@@ -1,0 +1,7 @@
+"""Attention of a segment to keys that are stored apart from it, in mergeable parts."""
+
+from pallas_kernels.prefix_attention.api import Partial as Partial
+from pallas_kernels.prefix_attention.api import merge as merge
+from pallas_kernels.prefix_attention.api import (
+    prefix_attention as prefix_attention,
+)
