@@ -126,7 +126,7 @@ def grpo_token_losses(
     )
   if config.kl_coef > 0:  # an infinite KL times 0 would be NaN
     loss = loss + config.kl_coef * kl
-  return TokenLosses(keep(loss), ratio, clipped & loss_mask, kl)
+  return TokenLosses(keep(loss), ratio, clipped, kl)
 
 
 @shapes.typed

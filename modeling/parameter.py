@@ -9,6 +9,8 @@ from flax import nnx
 
 M = TypeVar("M", bound=nnx.Module)
 
+STACK_AXIS = "layers"  # logical name of the axis that stacks like layers
+
 
 def param(
     value: jax.Array,
@@ -20,7 +22,7 @@ def param(
 
   The names are not mesh axes: eager sharding would take them for such.
   """
-  return kind(value, sharding_names=axes, eager_sharding=False)
+  return kind(value, out_sharding=axes, eager_sharding=False)
 
 
 def stack(make: Callable[[nnx.Rngs], M], count: int, *, rngs: nnx.Rngs) -> M:
@@ -29,7 +31,7 @@ def stack(make: Callable[[nnx.Rngs], M], count: int, *, rngs: nnx.Rngs) -> M:
       make,
       in_axes=0,
       out_axes=0,
-      transform_metadata={nnx.PARTITION_NAME: "layers"},
+      transform_metadata={nnx.PARTITION_NAME: STACK_AXIS},
   )
   return vmapped(rngs.split(count))
 

@@ -1,4 +1,4 @@
-"""Configuration of Qwen3.5/3.6 text decoders, with the checkpoint's own names."""
+"""Configuration of Qwen3.5/3.6 decoders, with the checkpoint's own names."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -159,7 +159,9 @@ class Qwen3_5Config:
     return dataclasses.replace(self, **changes)
 
   @classmethod
-  def from_hf(cls, config: Mapping[str, Any], **changes: Any) -> "Qwen3_5Config":
+  def from_hf(
+      cls, config: Mapping[str, Any], **changes: Any
+  ) -> "Qwen3_5Config":
     """Reads a Hugging Face `config.json`, whole or its `text_config`.
 
     Args:
@@ -173,6 +175,7 @@ class Qwen3_5Config:
     """
     text = dict(config.get("text_config", config))
     _refuse_unsupported(text)
+    _require(cls, text)
     rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
     fields = {
         field.name: text[field.name]
@@ -185,17 +188,64 @@ class Qwen3_5Config:
     fields["rope"] = _rope(rope, text)
     if "num_experts" in text:
       fields.pop("intermediate_size", None)
-      fields["moe"] = MoeConfig(
-          **{f.name: text[f.name] for f in dataclasses.fields(MoeConfig)}
-      )
-    missing = [
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is dataclasses.MISSING and field.name not in fields
-    ]
-    if missing:
-      raise ValueError(f"config.json lacks {', '.join(missing)}")
+      fields["moe"] = _read(MoeConfig, text)
     return cls(**(fields | changes))
+
+  def to_hf(self) -> dict[str, Any]:
+    """Returns the `config.json` of a text-only checkpoint.
+
+    `from_hf` gives back this configuration, but for `dtype`, `param_dtype` and
+    `lora`, which it does not read from a file. The context window is not a
+    field here: it is written as the family's 262,144, or what YaRN makes of its
+    original one. Token ids are left to `generation_config.json`.
+
+    Raises:
+      ValueError: if `rope.inv_freq` is given, which no such file can hold.
+    """
+    if self.rope.inv_freq is not None:
+      raise ValueError(
+          "rope.inv_freq has no place in config.json, and transformers makes"
+          " its own table: export with rope.inv_freq=None"
+      )
+    same = {
+        field.name: getattr(self, field.name)
+        for field in dataclasses.fields(self)
+        if field.name not in (*_NOT_FROM_FILE, "intermediate_size")
+    }
+    family = "Qwen3_5" if self.moe is None else "Qwen3_5Moe"
+    feed_forward = {"intermediate_size": self.intermediate_size}
+    if self.moe is not None:
+      feed_forward = dataclasses.asdict(self.moe)
+    linear = ["linear_attention"] * (self.full_attention_interval - 1)
+    rope = {
+        "rope_type": "default",
+        "rope_theta": self.rope.rope_theta,
+        "partial_rotary_factor": self.rope.partial_rotary_factor,
+    }
+    window = 262144
+    if self.rope.yarn is not None:
+      rope |= {"rope_type": "yarn", **dataclasses.asdict(self.rope.yarn)}
+      window = round(
+          self.rope.yarn.factor
+          * self.rope.yarn.original_max_position_embeddings
+      )
+    return {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": (
+            "qwen3_5_text" if self.moe is None else "qwen3_5_moe_text"
+        ),
+        "dtype": self.param_dtype,
+        **same,
+        **feed_forward,
+        "layer_types": [*linear, "full_attention"] * self.num_blocks,
+        "max_position_embeddings": window,
+        "rope_parameters": rope,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+    }
 
 
 _NOT_FROM_FILE = ("dtype", "param_dtype", "lora", "moe", "rope")
@@ -224,6 +274,24 @@ def _refuse_unsupported(text):
       raise ValueError(
           f"config.json: {name}={text[name]!r} is not supported; want {wanted}"
       )
+
+
+def _require(cls, source):
+  """Refuses a file that lacks a field of `cls` without a default."""
+  missing = [
+      field.name
+      for field in dataclasses.fields(cls)
+      if field.default is dataclasses.MISSING and field.name not in source
+  ]
+  if missing:
+    raise ValueError(f"config.json lacks {', '.join(missing)}")
+
+
+def _read(cls, source):
+  """Makes a `cls` of the entries of `source` that are named like its fields."""
+  _require(cls, source)
+  names = [field.name for field in dataclasses.fields(cls)]
+  return cls(**{name: source[name] for name in names if name in source})
 
 
 def _interval(text):
@@ -258,7 +326,7 @@ def _rope(rope, text):
       raise ValueError(
           f"config.json: rope_parameters {sorted(unknown)} are not supported"
       )
-    yarn = YarnConfig(**{name: rope[name] for name in known & set(rope)})
+    yarn = _read(YarnConfig, rope)
   elif kind != "default":
     raise ValueError(
         f"config.json: rope_type={kind!r} is not supported; want 'default' or"

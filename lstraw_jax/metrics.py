@@ -1,0 +1,92 @@
+"""Numbers that describe an update: per token, per phase, per step."""
+
+import contextlib
+import resource
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lstraw_jax.log_probs import TokenScores
+from lstraw_jax.objectives import TokenLosses
+
+
+class TokenStats(NamedTuple):
+  """Sums and maxima over the tokens that carry loss; all are scalars."""
+
+  tokens: jax.Array
+  ratio_sum: jax.Array
+  ratio_max: jax.Array
+  clipped: jax.Array
+  kl_sum: jax.Array
+  entropy_sum: jax.Array
+
+  @classmethod
+  def empty(cls, dtype: jnp.dtype) -> "TokenStats":
+    """Statistics of no token."""
+    return cls(*(jnp.zeros((), dtype) for _ in cls._fields))
+
+  def merge(self, other: "TokenStats") -> "TokenStats":
+    """Statistics of both sets of tokens."""
+    merged = jax.tree.map(jnp.add, self, other)
+    return merged._replace(
+        ratio_max=jnp.maximum(self.ratio_max, other.ratio_max)
+    )
+
+  def means(self) -> dict[str, float]:
+    """Returns what a log row shows, on the host."""
+    tokens = max(float(self.tokens), 1.0)
+    return {
+        "ratio_mean": float(self.ratio_sum) / tokens,
+        "ratio_max": float(self.ratio_max),
+        "clip_share": float(self.clipped) / tokens,
+        "kl_nats": float(self.kl_sum) / tokens,
+        "entropy_nats": float(self.entropy_sum) / tokens,
+    }
+
+
+def token_stats(
+    losses: TokenLosses, scores: TokenScores, loss_mask: jax.Array
+) -> TokenStats:
+  """Sums the per-token values where `loss_mask` is set."""
+  dtype = scores.log_probs.dtype
+  kept = lambda x: jnp.where(loss_mask, x.astype(dtype), 0.0)
+  return TokenStats(
+      tokens=loss_mask.sum(dtype=dtype),
+      ratio_sum=kept(losses.ratio).sum(),
+      ratio_max=kept(losses.ratio).max(),
+      clipped=kept(losses.clipped).sum(),
+      kl_sum=kept(losses.kl).sum(),
+      entropy_sum=kept(scores.entropy).sum(),
+  )
+
+
+class PhaseClock:
+  """Adds up the seconds spent in each phase of an update."""
+
+  def __init__(self):
+    self.seconds: dict[str, float] = {}
+
+  @contextlib.contextmanager
+  def phase(self, name: str) -> Iterator[None]:
+    """Times a phase; the caller waits for its device work inside."""
+    start = time.perf_counter()
+    yield
+    spent = time.perf_counter() - start
+    self.seconds[name] = self.seconds.get(name, 0.0) + spent
+
+
+def peak_bytes() -> tuple[int, str]:
+  """Returns the peak memory so far and where the number comes from.
+
+  The busiest device's own counter where the backend has one, else the largest
+  resident set of this process.
+  """
+  stats = [device.memory_stats() for device in jax.local_devices()]
+  peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
+  if peaks:
+    return max(peaks), "device"
+  kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return kibibytes * 1024, "process"

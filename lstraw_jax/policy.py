@@ -1,0 +1,43 @@
+"""A policy: a model as two pytrees, what is trained and what is not."""
+
+import dataclasses
+
+import jax
+from flax import nnx
+
+from modeling.qwen3_5 import Qwen3_5
+from modeling.qwen3_5_config import Qwen3_5Config
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+  """Weights of a model, split once at load.
+
+  Only adapters are trained if the model has any, else every weight is.
+  """
+
+  trainable: nnx.State  # weights that get a gradient
+  frozen: nnx.State  # all others
+  graphdef: nnx.GraphDef = dataclasses.field(metadata={"static": True})
+
+  @property
+  def model(self) -> Qwen3_5:
+    """The model that these weights make."""
+    return nnx.merge(self.graphdef, self.trainable, self.frozen)
+
+  @property
+  def config(self) -> Qwen3_5Config:
+    """The model's configuration."""
+    return self.model.config
+
+  def replace(self, *, trainable: nnx.State) -> "Policy":
+    """Returns the same model with other trained weights."""
+    return dataclasses.replace(self, trainable=trainable)
+
+
+def make_policy(model: Qwen3_5) -> Policy:
+  """Splits a model into trained and frozen weights; no array is copied."""
+  kind = nnx.Param if model.config.lora is None else nnx.LoRAParam
+  graphdef, trainable, frozen = nnx.split(model, kind, ...)
+  return Policy(trainable=trainable, frozen=frozen, graphdef=graphdef)

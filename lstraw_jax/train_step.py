@@ -1,0 +1,229 @@
+"""One update of GRPO, top to bottom.
+
+    for each prompt of the step:
+      state     = capture(policy, prompt)            once, without a graph
+      responses = respond(policy, state)             sampled, or read from a file
+      ref       = score(reference, ...)              if there is a KL penalty
+      gradients += replay(policy, state, responses)  one branch at a time
+    policy = optimizer(gradients / denominator)      exactly one step
+
+Nothing of a prompt outlives its turn: memory is the weights, one prompt state
+and one branch, whatever the number of responses and prompts.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from lstraw_jax.advantages import group_relative_advantages
+from lstraw_jax.capture import Progress, capture
+from lstraw_jax.metrics import PhaseClock, TokenStats
+from lstraw_jax.objectives import denominator
+from lstraw_jax.policy import Policy
+from lstraw_jax.prompt_state import PromptState
+from lstraw_jax.replay import ReplayConfig, replay, zero_gradients
+from lstraw_jax.rollouts import BranchBatch, RolloutGroup, to_branch_batch
+from lstraw_jax.scoring import score
+from lstraw_jax.train_state import TrainState, apply_gradients
+from pallas_kernels.shapes import wide_dtype
+
+Respond = Callable[[Policy, PromptState, jax.Array], RolloutGroup]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateConfig:
+  """Settings of an update.
+
+  `old_log_probs` says whose log-probs the ratio is taken against: "policy",
+  those of the policy itself at this step (the ratio is then 1), or "rollouts",
+  those stored with the responses.
+  """
+
+  replay: ReplayConfig
+  capture_chunk_tokens: int = 2048
+  response_multiple: int = 128
+  normalize_std: bool = True
+  old_log_probs: Literal["policy", "rollouts"] = "policy"
+
+  def __post_init__(self):
+    for name in ("capture_chunk_tokens", "response_multiple"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name}={getattr(self, name)}: want at least 1")
+    if self.old_log_probs not in ("policy", "rollouts"):
+      raise ValueError(
+          f"old_log_probs={self.old_log_probs!r}: want 'policy' or 'rollouts'"
+      )
+
+
+class Request(NamedTuple):
+  """A prompt, and how its responses come about once it is captured."""
+
+  prompt_tokens: np.ndarray  # [P] int32
+  respond: Respond
+
+
+class UpdateMetrics(NamedTuple):
+  """What one update did, on the host."""
+
+  loss: float
+  reward_mean: float
+  grad_norm: float
+  prompt_tokens: int
+  response_tokens: int
+  denominator: int
+  sampler_gap_nats: float  # mean |replayed - sampler's log-prob|; nan if unknown
+  tokens: dict[str, float]  # ratio_mean, ratio_max, clip_share, kl, entropy
+
+
+def train_step(
+    state: TrainState,
+    requests: Sequence[Request],
+    *,
+    optimizer: optax.GradientTransformation,
+    config: UpdateConfig,
+    clock: PhaseClock,
+    progress: Progress | None = None,
+) -> tuple[TrainState, UpdateMetrics]:
+  """Takes one optimizer step on the groups of some prompts.
+
+  Args:
+    state: the training state; its trained weights are consumed.
+    requests: the prompts of this step.
+    optimizer: the one that `state` was made with.
+    config: settings.
+    clock: adds up the seconds of each phase.
+    progress: called after each chunk of a capture and each branch of a replay.
+
+  Raises:
+    FloatingPointError: if the gradient is not finite; `state` is then lost.
+  """
+  policy = state.policy
+  key = jax.random.fold_in(state.key, state.step)
+  gradients = zero_gradients(policy)
+  totals = _Totals(wide_dtype(policy.config.dtype))
+
+  for index, (prompt_tokens, respond) in enumerate(requests):
+    with clock.phase("capture"):
+      prompt = capture(
+          policy,
+          prompt_tokens,
+          chunk_tokens=config.capture_chunk_tokens,
+          policy_step=int(state.step),
+          progress=progress,
+      )
+      jax.block_until_ready(prompt)
+    with clock.phase("respond"):
+      group = respond(policy, prompt, jax.random.fold_in(key, index))
+    rewards = np.array([rollout.reward for rollout in group.rollouts])
+    branches = to_branch_batch(
+        group,
+        advantages=group_relative_advantages(
+            rewards, normalize_std=config.normalize_std
+        ),
+        multiple=config.response_multiple,
+        old_log_probs_from_rollouts=config.old_log_probs == "rollouts",
+    )
+    if config.replay.objective.kl_coef > 0:
+      with clock.phase("score"):
+        branches = _score_reference(state, prompt_tokens, branches, config)
+    with clock.phase("replay"):
+      replayed = replay(
+          policy,
+          prompt,
+          branches,
+          gradients,
+          config=config.replay,
+          progress=progress,
+      )
+      gradients = jax.block_until_ready(replayed.gradients)
+    totals.add(group, branches, replayed, config)
+
+  with clock.phase("optimizer"):
+    applied = apply_gradients(
+        policy.trainable,
+        state.opt_state,
+        gradients,
+        jnp.asarray(totals.denominator),
+        optimizer=optimizer,
+    )
+    metrics = totals.metrics(float(applied.grad_norm))
+  if not np.isfinite(metrics.grad_norm):
+    raise FloatingPointError(
+        f"step {int(state.step)}: the gradient norm is {metrics.grad_norm} and"
+        f" the loss {metrics.loss}; nothing was saved. Resume from the last"
+        " checkpoint with a smaller learning rate"
+    )
+  state = dataclasses.replace(
+      state,
+      policy=policy.replace(trainable=applied.trainable),
+      opt_state=applied.opt_state,
+      step=state.step + 1,
+  )
+  return state, metrics
+
+
+def _score_reference(state, prompt_tokens, branches: BranchBatch, config):
+  """Scores the branches by the reference, behind its own prompt state."""
+  assert state.reference is not None, "made with the KL penalty in the config"
+  reference = state.policy.replace(trainable=state.reference)
+  prompt = capture(
+      reference, prompt_tokens, chunk_tokens=config.capture_chunk_tokens
+  )
+  scores = score(
+      reference,
+      prompt,
+      branches,
+      temperature=config.replay.temperature,
+      block_tokens=config.replay.block_tokens,
+      head_chunk_tokens=config.replay.head_chunk_tokens,
+  )
+  return dataclasses.replace(
+      branches, ref_log_probs=jax.block_until_ready(scores.log_probs)
+  )
+
+
+class _Totals:
+  """Sums over the groups of a step, on the host."""
+
+  def __init__(self, dtype):
+    self.stats = TokenStats.empty(dtype)
+    self.denominator = 0
+    self.loss = 0.0
+    self.rewards: list[float] = []
+    self.gaps: list[np.ndarray] = []
+    self.prompt_tokens = 0
+    self.response_tokens = 0
+
+  def add(self, group: RolloutGroup, branches, replayed, config):
+    self.stats = self.stats.merge(replayed.stats)
+    self.loss += float(replayed.loss)
+    aggregation = config.replay.objective.aggregation
+    self.denominator += int(
+        denominator(branches.loss_mask, aggregation=aggregation)
+    )
+    self.prompt_tokens += group.prompt_tokens.size
+    log_probs = np.asarray(replayed.log_probs)
+    for rollout, ours in zip(group.rollouts, log_probs, strict=True):
+      self.rewards.append(rollout.reward)
+      self.response_tokens += rollout.tokens.size
+      if rollout.log_probs is not None:
+        gap = np.abs(ours[: rollout.tokens.size] - rollout.log_probs)
+        self.gaps.append(gap[rollout.loss_mask])
+
+  def metrics(self, grad_norm: float) -> UpdateMetrics:
+    gaps = np.concatenate(self.gaps) if self.gaps else np.array([np.nan])
+    return UpdateMetrics(
+        loss=self.loss / self.denominator,
+        reward_mean=float(np.mean(self.rewards)),
+        grad_norm=grad_norm,
+        prompt_tokens=self.prompt_tokens,
+        response_tokens=self.response_tokens,
+        denominator=self.denominator,
+        sampler_gap_nats=float(gaps.mean()),
+        tokens=self.stats.means(),
+    )

@@ -1,0 +1,231 @@
+"""Hugging Face checkpoints in and out.
+
+Loading, with about one tensor more than the model in host memory:
+
+1. Read the headers of all files; name all that is missing, unexpected or of
+   another shape at once, before anything is allocated.
+2. For each stacked leaf, allocate it and fill it tensor by tensor.
+3. Put the leaf on its device and free it here.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from flax import nnx
+
+from modeling.checkpoint_files import open_tensors, read_json, write_tensors
+from modeling.checkpoint_match import match
+from modeling.checkpoint_names import LeafPath, leaves, places, prefixed
+from modeling.qwen3_5 import Qwen3_5, abstract_model
+from modeling.qwen3_5_config import Qwen3_5Config
+from pallas_kernels.shapes import wide_dtype
+
+CONFIG_FILE = "config.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadReport:
+  """What a load did with the tensors of the files."""
+
+  loaded: int  # tensors that went into the model
+  vision: tuple[str, ...]  # skipped: the vision tower
+  mtp: tuple[str, ...]  # skipped: multi-token prediction
+  fresh: tuple[str, ...]  # leaves that no file holds: adapters
+
+
+def load_config(
+    directory: str | os.PathLike[str], **changes: Any
+) -> Qwen3_5Config:
+  """Reads the configuration of a checkpoint.
+
+  Args:
+    directory: holds `config.json`.
+    **changes: fields of the configuration that the file does not hold
+      (`dtype`, `param_dtype`, `lora`).
+
+  Raises:
+    ValueError: names the directory and what is missing or not supported.
+  """
+  try:
+    config = read_json(pathlib.Path(directory) / CONFIG_FILE)
+    return Qwen3_5Config.from_hf(config, **changes)
+  except ValueError as error:
+    raise ValueError(f"directory={str(directory)!r}: {error}") from error
+
+
+def load_model(
+    directory: str | os.PathLike[str],
+    *,
+    config: Qwen3_5Config,
+    lora_seed: int = 0,
+    sharding: Callable[[nnx.Variable], jax.sharding.Sharding] | None = None,
+) -> tuple[Qwen3_5, LoadReport]:
+  """Reads a checkpoint into a new model.
+
+  Text-only files and the text part of vision-language files are read, with one
+  tensor for all experts of a layer or one for each. Every leaf gets the dtype
+  that the model gives it: `A_log`, `dt_bias` and the norm of Gated DeltaNet are
+  in float32 whatever `param_dtype` is.
+
+  Args:
+    directory: holds `model.safetensors`, or shards and their index.
+    config: the model, as `load_config` returns it.
+    lora_seed: adapters are not in the files: they are drawn as a new model with
+      this seed would draw them.
+    sharding: returns where a leaf goes; None is the default device.
+
+  Returns:
+    The model, and what was loaded and skipped.
+
+  Raises:
+    ValueError: names every tensor that is missing, unexpected, or of another
+      shape or dtype than the model wants, or the file that cannot be read.
+  """
+  directory = pathlib.Path(directory)
+  with open_tensors(directory) as stored:
+    matched = match(directory, stored, config)
+
+    adapters = _fresh_adapters(config, lora_seed)
+    values = {}
+    for path, variable in nnx.to_flat_state(nnx.state(abstract_model(config))):
+      # No name for the array: it is to be freed before the next is allocated.
+      values[path] = jax.device_put(
+          adapters[path]
+          if path in adapters
+          else _fill(path, variable.get_value(), matched),
+          None if sharding is None else sharding(variable),
+      ).block_until_ready()
+  report = LoadReport(
+      loaded=len(matched.pairs),
+      vision=matched.vision,
+      mtp=matched.mtp,
+      fresh=tuple(".".join(path) for path in adapters),
+  )
+  logging.info(
+      "%s: %d tensors loaded, %d of vision and %d of MTP skipped, %d adapter"
+      " leaves drawn", directory, report.loaded, len(report.vision),
+      len(report.mtp), len(report.fresh),
+  )  # fmt: skip
+  return assemble(config, values), report
+
+
+def assemble(
+    config: Qwen3_5Config, values: Mapping[LeafPath, jax.Array]
+) -> Qwen3_5:
+  """Returns a model with the given weights, one for each leaf path."""
+  graphdef, state = nnx.split(abstract_model(config))
+  flat = [
+      (path, variable.replace(values[path]))
+      for path, variable in nnx.to_flat_state(state)
+  ]
+  return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def save_model(
+    model: Qwen3_5,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_bytes: float = 5e9,
+) -> None:
+  """Writes a text-only checkpoint that transformers loads.
+
+  Adapters are merged into their kernels, W + (alpha / rank) A B, computed in
+  float32 and rounded to the dtype of W: the file has no trace of them. Experts
+  are written as one tensor a layer, as in the official files. Tokenizer and
+  `generation_config.json` are to be copied from the checkpoint that was loaded.
+
+  The directory appears when it is complete: files are written to a temporary
+  directory beside it, which is then renamed.
+
+  Args:
+    model: all weights, adapters included.
+    directory: absent or empty.
+    max_shard_bytes: largest file, and the most that is in host memory at once.
+
+  Raises:
+    ValueError: if the directory is not empty, or the configuration cannot be
+      expressed in a `config.json`.
+  """
+  directory = pathlib.Path(directory)
+  if directory.exists() and (
+      not directory.is_dir() or any(directory.iterdir())
+  ):
+    raise ValueError(
+        f"directory={str(directory)!r} exists and is not an empty directory:"
+        " name a new one"
+    )
+  config = json.dumps(model.config.to_hf(), indent=2) + "\n"
+  weights = leaves(model)
+  wanted = {prefixed(n): place for n, place in places(model.config).items()}
+  nbytes = {
+      name: int(np.prod(place.shape)) * weights[place.path].dtype.itemsize
+      for name, place in wanted.items()
+  }
+
+  def read(name):
+    place = wanted[name]
+    merged = _merged(weights, place, model.config)
+    tensor = np.empty(place.shape, merged.dtype)
+    _copy(tensor, place.to_checkpoint(merged))
+    return tensor
+
+  directory.parent.mkdir(parents=True, exist_ok=True)
+  partial = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.partial")
+  partial.mkdir()
+  try:
+    (partial / CONFIG_FILE).write_text(config)
+    write_tensors(partial, nbytes, read, max_shard_bytes=max_shard_bytes)
+    partial.rename(directory)
+  finally:
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+_COLUMNS = 256  # a block of a transposed copy, so that it stays in the cache
+
+
+def _fill(path, leaf, matched):
+  """Reads the tensors of one leaf into an array of its shape and dtype."""
+  array = np.empty(leaf.shape, leaf.dtype)
+  for tensor, place in matched.pairs:
+    if place.path == path:
+      _copy(array[place.index], place.to_model(tensor.read()))
+  return array
+
+
+def _copy(target, source):
+  """Copies, and casts, a transposed array in blocks: five times as fast."""
+  for start in range(0, target.shape[-1], _COLUMNS):
+    block = (..., slice(start, start + _COLUMNS))
+    target[block] = source[block]
+
+
+def _fresh_adapters(config, seed):
+  """Returns the adapters of a new model, whose other weights are never made."""
+  model = jax.jit(
+      lambda: nnx.state(Qwen3_5(config, rngs=nnx.Rngs(seed)), nnx.LoRAParam)
+  )
+  flat = nnx.to_flat_state(model()) if config.lora else ()
+  return {path: variable.get_value() for path, variable in flat}
+
+
+def _merged(weights, place, config):
+  """Returns a leaf's part on the host, its adapter merged into it."""
+  array = np.asarray(weights[place.path][place.index])
+  adapter = [(*place.path[:-1], name) for name in ("lora_a", "lora_b")]
+  if adapter[0] not in weights:
+    return array
+  dtype = wide_dtype(array.dtype)
+  a, b = (
+      np.asarray(weights[path][place.index]).astype(dtype) for path in adapter
+  )
+  scale = np.asarray(config.lora.alpha / config.lora.rank, dtype)
+  return (array.astype(dtype) + scale * (a @ b)).astype(array.dtype)
