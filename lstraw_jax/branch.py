@@ -1,4 +1,4 @@
-"""One branch behind a prompt, block by block: the forward of scoring and replay.
+"""A branch behind a prompt, block by block: the forward of score and replay.
 
 A response longer than one block is walked: each block attends to the prompt, to
 the blocks before it and to itself, and takes over their recurrent state.

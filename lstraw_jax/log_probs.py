@@ -69,9 +69,7 @@ def token_log_probs(
       )
 
     zeros = jnp.zeros((chunk,), wide_dtype(x.dtype))
-    return jax.lax.cond(
-        kept.any(), project, lambda: TokenScores(zeros, zeros)
-    )
+    return jax.lax.cond(kept.any(), project, lambda: TokenScores(zeros, zeros))
 
   with jax.named_scope("token_log_probs"):
     found = jax.lax.map(scores, (by_chunk(padded), by_chunk(kept)))

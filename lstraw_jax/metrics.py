@@ -85,7 +85,9 @@ def peak_bytes() -> tuple[int, str]:
   resident set of this process.
   """
   stats = [device.memory_stats() for device in jax.local_devices()]
-  peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
+  peaks = [
+      s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s
+  ]
   if peaks:
     return max(peaks), "device"
   kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

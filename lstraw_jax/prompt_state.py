@@ -36,7 +36,9 @@ class PromptState:
   positions: jax.Array  # [B, S] int32, -1 = empty slot
   length: jax.Array  # [B] int32: tokens evaluated, P - 1
   next_token: jax.Array  # [B] int32: the token held back
-  policy_step: jax.Array  # [] int32: optimizer steps of the policy that captured
+  policy_step: (
+      jax.Array
+  )  # [] int32: optimizer steps of the policy that captured
 
   @property
   def prefix(self) -> Prefix:

@@ -54,7 +54,9 @@ class ReplayConfig:
   """
 
   prompt_gradient: PromptGradient
-  objective: ObjectiveConfig = ObjectiveConfig()
+  objective: ObjectiveConfig = dataclasses.field(
+      default_factory=ObjectiveConfig
+  )
   temperature: float = 1.0
   block_tokens: int = 2048
   head_chunk_tokens: int = 256
@@ -261,7 +263,7 @@ def _walk(policy, prompt, blocks: Block, run):
 
 
 def _rewind(state: BranchState, slots, recurrent, prompt, start):
-  """Returns the branch as it was before slot `start`: later slots are hidden."""
+  """Returns the branch as it was before slot `start`; later ones are hidden."""
   first = prompt.length[:, None] + start
   seen = state.positions < first
   return BranchState(

@@ -63,7 +63,7 @@ class Applied(NamedTuple):
 @partial(
     jax.jit,
     static_argnames="optimizer",
-    donate_argnames=("trainable", "opt_state", "gradients"),
+    donate_argnames=("trainable", "opt_state"),
 )
 def apply_gradients(
     trainable: nnx.State,
@@ -75,15 +75,11 @@ def apply_gradients(
 ) -> Applied:
   """Divides the summed gradients and takes one optimizer step.
 
-  The first three arguments are consumed.
+  The weights and the optimizer state are consumed.
   """
-  gradients = jax.tree.map(
-      lambda g: g / denominator.astype(g.dtype), gradients
-  )
+  gradients = jax.tree.map(lambda g: g / denominator.astype(g.dtype), gradients)
   grad_norm = optax.global_norm(gradients)
-  gradients = jax.tree.map(
-      lambda g, w: g.astype(w.dtype), gradients, trainable
-  )
+  gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, trainable)
   updates, opt_state = optimizer.update(gradients, opt_state, trainable)
   trainable = optax.apply_updates(trainable, updates)
   return Applied(trainable, opt_state, grad_norm)

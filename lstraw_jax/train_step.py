@@ -2,7 +2,7 @@
 
     for each prompt of the step:
       state     = capture(policy, prompt)            once, without a graph
-      responses = respond(policy, state)             sampled, or read from a file
+      responses = respond(policy, state)             sampled, or from a file
       ref       = score(reference, ...)              if there is a KL penalty
       gradients += replay(policy, state, responses)  one branch at a time
     policy = optimizer(gradients / denominator)      exactly one step
@@ -76,7 +76,7 @@ class UpdateMetrics(NamedTuple):
   prompt_tokens: int
   response_tokens: int
   denominator: int
-  sampler_gap_nats: float  # mean |replayed - sampler's log-prob|; nan if unknown
+  sampler_gap_nats: float  # mean |replayed - sampler's|; nan if unknown
   tokens: dict[str, float]  # ratio_mean, ratio_max, clip_share, kl, entropy
 
 

@@ -60,9 +60,7 @@ class Attention(nnx.Module):
     """
     batch, steps, _ = x_BTD.shape
     heads = lambda y: y.reshape(batch, steps, -1, self.head_dim)
-    q_and_gate = self.q_proj(x_BTD).reshape(
-        batch, steps, -1, 2, self.head_dim
-    )
+    q_and_gate = self.q_proj(x_BTD).reshape(batch, steps, -1, 2, self.head_dim)
     q, gate = q_and_gate[..., 0, :], q_and_gate[..., 1, :]
     q = rotate(self.q_norm(q), rotation)
     k = rotate(self.k_norm(heads(self.k_proj(x_BTD))), rotation)

@@ -29,8 +29,6 @@ def causal_conv(
   steps = u.shape[1]
   y = sum(taps[j] * padded[:, j : j + steps] for j in range(kernel.shape[0]))
   new_tail = jax.vmap(
-      lambda row, start: jax.lax.dynamic_slice_in_dim(
-          row, start, tail.shape[1]
-      )
+      lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, tail.shape[1])
   )(padded, lengths)
   return y, new_tail

@@ -16,7 +16,7 @@ class MoE(nnx.Module):
   """sum_j w_j expert_j(x) + sigmoid(x w_s) shared(x).
 
   The router's softmax is over all experts; the weights of the chosen ones are
-  renormalised to sum 1. Ties go to the lower expert. No token is dropped: tokens
+  renormalised to sum 1. Ties go to the lower expert. No token is dropped: they
   are sorted by expert and multiplied in groups.
   """
 
@@ -25,9 +25,7 @@ class MoE(nnx.Module):
     assert moe is not None, "the decoder layer picks MoE only when configured"
     draw = dict(std=config.initializer_range, dtype=config.param_dtype)
     experts, inner = moe.num_experts, moe.moe_intermediate_size
-    self.gate = param(
-        normal(rngs, (hidden, experts), **draw), ("embed", None)
-    )
+    self.gate = param(normal(rngs, (hidden, experts), **draw), ("embed", None))
     self.gate_up_proj = param(
         normal(rngs, (experts, hidden, 2 * inner), **draw),
         ("experts", "embed", "expert_mlp"),

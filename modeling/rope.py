@@ -69,9 +69,7 @@ def rotation(
 
 
 @typed
-def rotate(
-    x: Float[Array, "B T H K"], by: Rotation
-) -> Float[Array, "B T H K"]:
+def rotate(x: Float[Array, "B T H K"], by: Rotation) -> Float[Array, "B T H K"]:
   """Rotates pairs (i, i + rotary/2) of the first dims; the rest passes."""
   cos, sin = by.cos[:, :, None], by.sin[:, :, None]
   half = cos.shape[-1]
@@ -79,9 +77,7 @@ def rotate(
   rotated = jnp.concatenate(
       [first * cos - second * sin, second * cos + first * sin], axis=-1
   )
-  return jnp.concatenate(
-      [rotated.astype(x.dtype), x[..., 2 * half :]], axis=-1
-  )
+  return jnp.concatenate([rotated.astype(x.dtype), x[..., 2 * half :]], axis=-1)
 
 
 def _phase_by_turns(positions, frequencies):

@@ -1,4 +1,4 @@
-"""Dimension letters used in every signature and suffix, and the trace-time check of them.
+"""Dimension letters of signatures and suffixes, and their check at trace time.
 
     B sequences            G branches per prompt   P prompt tokens
     R response tokens      T tokens in this call   S slots attended to

@@ -1,4 +1,4 @@
-"""Attention of a segment to keys that are stored apart from it, in mergeable parts."""
+"""Attention to keys that are stored apart, in parts that merge exactly."""
 
 from pallas_kernels.prefix_attention.api import Partial as Partial
 from pallas_kernels.prefix_attention.api import merge as merge

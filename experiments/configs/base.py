@@ -1,0 +1,69 @@
+"""Every setting of training, with its default; other configs change some."""
+
+import ml_collections
+from ml_collections import config_dict
+
+from modeling.qwen3_5_config import LoraConfig
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """Returns the settings; a name that is not among them is refused."""
+  config = ml_collections.ConfigDict()
+  config.seed = 0
+
+  config.model = ml_collections.ConfigDict()
+  config.model.preset = "tiny"  # random weights; see modeling/presets.py
+  config.model.checkpoint = ""  # a Hugging Face directory, instead of a preset
+  config.model.dtype = config_dict.placeholder(str)  # default: the preset's
+  config.model.param_dtype = config_dict.placeholder(str)
+  config.model.initializer_range = config_dict.placeholder(float)
+
+  config.lora = ml_collections.ConfigDict()
+  config.lora.rank = 0  # 0 trains every weight
+  config.lora.alpha = 16.0
+  config.lora.targets = LoraConfig(rank=1, alpha=1.0).targets
+
+  config.data = ml_collections.ConfigDict()
+  config.data.rollouts = ""  # a JSONL file of groups, instead of sampling
+  config.data.prompt_tokens = 4096  # of the text task
+  config.data.max_prompt_tokens = 1 << 21  # longest prompt in the file
+  config.data.max_response_tokens = 1 << 15
+
+  config.sampling = ml_collections.ConfigDict()
+  config.sampling.max_tokens = 128
+  config.sampling.temperature = 1.0  # also that of the scores
+  config.sampling.top_p = 1.0
+  config.sampling.stop_tokens = ()
+
+  config.objective = ml_collections.ConfigDict()
+  config.objective.clip_eps_low = 0.2
+  config.objective.clip_eps_high = 0.28
+  config.objective.kl_coef = 0.0
+  config.objective.kl_estimator = "k3"
+  config.objective.aggregation = "response_mean"
+
+  config.optimizer = ml_collections.ConfigDict()
+  config.optimizer.learning_rate = 1e-5
+  config.optimizer.warmup_steps = 0
+  config.optimizer.beta1 = 0.9
+  config.optimizer.beta2 = 0.95
+  config.optimizer.eps = 1e-8
+  config.optimizer.weight_decay = 0.0
+  config.optimizer.max_grad_norm = 1.0
+
+  config.train = ml_collections.ConfigDict()
+  config.train.steps = 100
+  config.train.prompts_per_step = 1
+  config.train.group_size = 8
+  config.train.prompt_gradient = "dropped"  # says what the gradient leaves out
+  config.train.normalize_std = True
+  config.train.old_log_probs = "policy"  # or "rollouts": those in the file
+  config.train.capture_chunk_tokens = 2048
+  config.train.replay_block_tokens = 2048
+  config.train.head_chunk_tokens = 256
+  config.train.response_multiple = 128
+
+  config.checkpoint = ml_collections.ConfigDict()
+  config.checkpoint.every_steps = 10
+  config.checkpoint.keep = 2
+  return config

@@ -1,0 +1,144 @@
+"""From the settings of a config file to the library's own types."""
+
+import dataclasses
+from collections.abc import Callable
+
+import grain
+import jax
+import ml_collections
+import numpy as np
+from absl import logging
+from flax import nnx
+
+from experiments import pydoc_text
+from lstraw_jax.objectives import ObjectiveConfig
+from lstraw_jax.optimizer import OptimizerConfig
+from lstraw_jax.policy import Policy, make_policy
+from lstraw_jax.replay import ReplayConfig
+from lstraw_jax.rollout_reader import read_rollout_groups
+from lstraw_jax.sampling import SamplingConfig
+from lstraw_jax.train_step import Request, UpdateConfig
+from modeling.checkpoints import load_config, load_model
+from modeling.presets import preset
+from modeling.qwen3_5 import Qwen3_5
+from modeling.qwen3_5_config import LoraConfig, Qwen3_5Config
+
+Requests = Callable[[int], list[Request]]  # data position -> one step's groups
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """The library's settings, checked before anything is allocated."""
+
+  model: Qwen3_5Config
+  sampling: SamplingConfig
+  update: UpdateConfig
+  optimizer: OptimizerConfig
+
+
+def read_settings(config: ml_collections.ConfigDict) -> Settings:
+  """Checks a config and returns the library's settings.
+
+  Raises:
+    ValueError: for the first value that is wrong, by name.
+  """
+  for name in ("steps", "prompts_per_step"):
+    if config.train[name] < 1:
+      raise ValueError(f"train.{name}={config.train[name]}: want at least 1")
+  if config.train.group_size < 2:
+    raise ValueError(
+        f"train.group_size={config.train.group_size}: want at least 2; alone, a"
+        " response has advantage 0"
+    )
+  sampling = SamplingConfig(**config.sampling)
+  sampling.check_trainable()
+  return Settings(
+      model=_model_config(config),
+      sampling=sampling,
+      update=UpdateConfig(
+          replay=ReplayConfig(
+              prompt_gradient=config.train.prompt_gradient,
+              objective=ObjectiveConfig(**config.objective),
+              temperature=sampling.temperature,
+              block_tokens=config.train.replay_block_tokens,
+              head_chunk_tokens=config.train.head_chunk_tokens,
+          ),
+          capture_chunk_tokens=config.train.capture_chunk_tokens,
+          response_multiple=config.train.response_multiple,
+          normalize_std=config.train.normalize_std,
+          old_log_probs=config.train.old_log_probs,
+      ),
+      optimizer=OptimizerConfig(**config.optimizer),
+  )
+
+
+def make_requests(
+    config: ml_collections.ConfigDict, settings: Settings
+) -> Requests:
+  """Returns the groups of each step, by position in the endless data."""
+  if config.data.rollouts:
+    groups = read_rollout_groups(
+        config.data.rollouts,
+        vocab_size=settings.model.vocab_size,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.data.max_response_tokens,
+    )
+    data = grain.MapDataset.source(groups).shuffle(seed=config.seed).repeat()
+    make = lambda group, _: Request(group.prompt_tokens, lambda *_: group)
+  else:
+    tokenizer = pydoc_text.load_tokenizer(config.model.checkpoint)
+    data = pydoc_text.prompts(
+        tokenizer,
+        prompt_tokens=config.data.prompt_tokens,
+        vocab_size=settings.model.vocab_size,
+        seed=config.seed,
+    )
+    make = lambda prompt, index: pydoc_text.request(
+        np.asarray(prompt),
+        group_id=f"text-{index}",
+        tokenizer=tokenizer,
+        group_size=config.train.group_size,
+        sampling=settings.sampling,
+    )
+  count = config.train.prompts_per_step
+  return lambda position: [
+      make(data[index], index) for index in range(position, position + count)
+  ]
+
+
+def load_policy(
+    config: ml_collections.ConfigDict, model: Qwen3_5Config
+) -> Policy:
+  """Loads the checkpoint, or draws the preset's weights from the seed."""
+  if config.model.checkpoint:
+    loaded, report = load_model(config.model.checkpoint, config=model)
+    logging.info("loaded %s: %s", config.model.checkpoint, report)
+    return make_policy(loaded)
+  return make_policy(
+      jax.jit(lambda: Qwen3_5(model, rngs=nnx.Rngs(config.seed)))()
+  )
+
+
+def _model_config(config) -> Qwen3_5Config:
+  changes = {
+      name: config.model[name]
+      for name in ("dtype", "param_dtype", "initializer_range")
+      if config.model[name] is not None
+  }
+  if config.lora.rank:
+    changes["lora"] = LoraConfig(
+        rank=config.lora.rank,
+        alpha=config.lora.alpha,
+        targets=tuple(config.lora.targets),
+    )
+  if config.model.checkpoint:
+    model = load_config(config.model.checkpoint, **changes)
+  else:
+    model = preset(config.model.preset).replace(**changes)
+  if model.lora is None and model.param_dtype == "bfloat16":
+    raise ValueError(
+        "model.param_dtype='bfloat16': full training in bfloat16 weights would"
+        " lose small updates. Set model.param_dtype=float32 (activations stay"
+        " in model.dtype), or train adapters with lora.rank"
+    )
+  return model

@@ -1,0 +1,325 @@
+"""Checkpoints of a training run: what cannot be made again, kept safely.
+
+A checkpoint is one directory, `<directory>/<step>`, renamed into place when it
+is complete, so that a run killed at any moment goes on from the one before.
+
+1. Its arrays are the trained weights, the optimizer's state, the step, the
+   random key and the reference. Frozen weights are read from their source
+   again; a fingerprint tells whether they are still the same.
+2. Beside them stands a JSON record: the run's config, the model's config, the
+   fingerprint and the position in the data.
+3. Before an array is restored, all of this is held against the run that asks,
+   and each difference is named.
+"""
+
+import dataclasses
+import hashlib
+import math
+import pathlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from lstraw_jax.train_state import TrainState
+
+_SAMPLED = 4096  # elements of each frozen weight that its fingerprint reads
+_SHOWN = 20  # differences that an error names; it counts the others
+_RECORD = ("config", "frozen", "key_impl", "model_config", "position")
+
+
+class TrainCheckpoints:
+  """The checkpoints of one run, in a directory that no other run writes to.
+
+  Saving returns when the checkpoint is complete. That is safe against a killed
+  process; a machine that loses power may lose what it had not yet written.
+  """
+
+  def __init__(
+      self,
+      directory: str | pathlib.Path,
+      *,
+      config: Mapping[str, Any],
+      may_change: Collection[str] = (),
+      keep: int = 2,
+  ):
+    """Opens or makes the directory and removes what a kill left half written.
+
+    Args:
+      directory: of the checkpoints.
+      config: settings of the run as JSON can hold them: nested string keys
+        with numbers, strings, booleans, None and lists.
+      may_change: key paths of `config` that may differ from the checkpoint's,
+        as "train.steps"; "log" stands for all that is below it as well.
+      keep: number of newest checkpoints that are not deleted.
+
+    Raises:
+      ValueError: for a config that JSON cannot hold, or `keep` below 1.
+    """
+    if keep < 1:
+      raise ValueError(f"keep={keep}: want at least 1")
+    self._config = _as_json(config, "config")
+    self._may_change = tuple(may_change)
+    self._at: int | None = None  # the step last saved or restored
+    self._manager = ocp.CheckpointManager(
+        pathlib.Path(directory).absolute(),
+        options=ocp.CheckpointManagerOptions(
+            preservation_policy=ocp.checkpoint_managers.LatestN(n=keep),
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=False,
+        ),
+        handler_registry=ocp.handlers.create_default_handler_registry(
+            arrays=ocp.handlers.StandardCheckpointHandler(),
+            record=ocp.handlers.JsonCheckpointHandler(),
+        ),
+    )
+
+  def __enter__(self) -> "TrainCheckpoints":
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Lets go of the directory."""
+    self._manager.close()
+
+  def latest_step(self) -> int | None:
+    """Returns the step of the newest complete checkpoint, if there is any."""
+    return self._manager.latest_step()
+
+  def save(self, state: TrainState, *, position: int) -> None:
+    """Writes a checkpoint and returns when it is complete.
+
+    The step that was last saved or restored is not written again.
+
+    Args:
+      state: what to save; nothing of it is consumed.
+      position: where in the data the next update begins.
+
+    Raises:
+      ValueError: if the directory already goes as far as `state.step`.
+    """
+    step = int(state.step)
+    if step == self._at:
+      return
+    latest = self.latest_step()
+    if latest is not None and step <= latest:
+      raise ValueError(
+          f"step={step}: {self._manager.directory} already holds step {latest};"
+          " resume from it or choose another directory"
+      )
+    record = {
+        "config": self._config,
+        "frozen": _fingerprint(state),
+        "key_impl": str(jax.random.key_impl(state.key)),
+        "model_config": _model_config(state),
+        "position": position,
+    }
+    arrays = _named(_saved(state))
+    arrays["key"] = jax.random.key_data(state.key)
+    self._manager.save(
+        step,
+        args=ocp.args.Composite(
+            arrays=ocp.args.StandardSave(arrays),
+            record=ocp.args.JsonSave(record),
+        ),
+        force=True,  # when to save is the caller's decision alone
+    )
+    self._at = step
+
+  def restore(self, template: TrainState) -> tuple[TrainState, int]:
+    """Reads the newest checkpoint.
+
+    Args:
+      template: a state like the saved one. The result has its frozen weights;
+        of the rest only shape, dtype and sharding are read, so that a
+        `jax.ShapeDtypeStruct` with a sharding will do for an array.
+
+    Returns:
+      The state, in buffers that can be donated, and the position in the data.
+
+    Raises:
+      FileNotFoundError: if there is no checkpoint.
+      ValueError: if it belongs to another config, model or base model, or its
+        arrays are not those of the template; each difference is named.
+    """
+    step = self.latest_step()
+    if step is None:
+      raise FileNotFoundError(f"no checkpoint in {self._manager.directory}")
+    record = self._checked_record(step, template)
+    wanted = _named(_saved(template))
+    targets = {name: _target(name, leaf) for name, leaf in wanted.items()}
+    arrays = self._manager.restore(
+        step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(targets))
+    ).arrays
+    # One by one: the whole state is never live twice.
+    leaves = {name: _donatable(arrays.pop(name)) for name in wanted}
+    leaves["key"] = jax.random.wrap_key_data(
+        leaves["key"], impl=record["key_impl"]
+    )
+    saved = jax.tree.unflatten(
+        jax.tree.structure(_saved(template)), leaves.values()
+    )
+    policy = template.policy.replace(trainable=saved.pop("trainable"))
+    self._at = step
+    return TrainState(policy=policy, **saved), record["position"]
+
+  def _checked_record(self, step: int, template: TrainState) -> dict[str, Any]:
+    """Reads the JSON record, or raises ValueError saying what does not fit."""
+    where = f"checkpoint {self._manager.directory / str(step)}"
+    items = self._manager.item_metadata(step)
+    _expect_names(f"{where}: items", items.keys(), ("arrays", "record"))
+    record = self._manager.restore(
+        step, args=ocp.args.Composite(record=ocp.args.JsonRestore())
+    ).record
+    _expect_names(f"{where}: record", record, _RECORD)
+    stored = dict(items.arrays)
+    if "key" in stored:  # it is stored as its data
+      stored["key"] = _abstract_key(record["key_impl"])
+    for what, then, now, but in (
+        ("config", record["config"], self._config, self._may_change),
+        ("model config", record["model_config"], _model_config(template), ()),
+        ("arrays", _specs(stored), _specs(_named(_saved(template))), ()),
+        ("frozen weights", record["frozen"], _fingerprint(template), ()),
+    ):
+      if differences := _differences(then, now, but=but):
+        more = len(differences) - _SHOWN
+        lines = differences[:_SHOWN] + [f"and {more} more"] * (more > 0)
+        raise ValueError(f"{where}: other {what}:\n  " + "\n  ".join(lines))
+    return record
+
+
+def _saved(state: TrainState) -> dict[str, Any]:
+  """Returns the part of a state that a checkpoint holds."""
+  return {
+      "trainable": state.policy.trainable,
+      "opt_state": state.opt_state,
+      "step": state.step,
+      "key": state.key,
+      "reference": state.reference,
+  }
+
+
+def _named(tree: Any) -> dict[str, Any]:
+  """Returns the leaves of a tree by their path, in the order of the tree."""
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+  name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+  named = {name(path).removesuffix(".value"): leaf for path, leaf in leaves}
+  assert len(named) == treedef.num_leaves, "nnx names have no dots"
+  return named
+
+
+def _model_config(state: TrainState) -> dict[str, Any]:
+  """Returns the model's config as JSON gives it back."""
+  return _as_json(dataclasses.asdict(state.policy.config), "model_config")
+
+
+def _fingerprint(state: TrainState) -> dict[str, str]:
+  """Returns shape, dtype and a hash of some elements of each frozen weight."""
+  weights = _named(state.policy.frozen)
+  for name, weight in weights.items():
+    if not isinstance(weight, jax.Array):
+      raise ValueError(f"policy.frozen.{name}={weight}: want a loaded weight")
+  indices = {name: _spread(x.shape) for name, x in weights.items()}
+  samples = jax.device_get(_take(weights, indices))
+  hashes = {
+      name: hashlib.sha256(sample.tobytes()).hexdigest()[:16]
+      for name, sample in samples.items()
+  }
+  specs = _specs(weights)
+  return {name: f"{specs[name]} sha256:{hashes[name]}" for name in weights}
+
+
+@jax.jit
+def _take(arrays, indices):
+  return {name: array[indices[name]] for name, array in arrays.items()}
+
+
+def _spread(shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+  """Returns indices of up to `_SAMPLED` elements, all over the array."""
+  size = math.prod(shape)
+  index = np.arange(min(size, _SAMPLED))
+  stride = max(size // _SAMPLED, 1)
+  # The offset drifts: a stride that rows divide would stay in one column.
+  return np.unravel_index(index * stride + index % stride, shape)
+
+
+def _specs(arrays: Mapping[str, Any]) -> dict[str, str]:
+  """Returns dtype and shape of arrays, as "float32[2, 3]"."""
+  return {name: f"{x.dtype}{list(x.shape)}" for name, x in arrays.items()}
+
+
+def _abstract_key(impl: str) -> jax.ShapeDtypeStruct:
+  return jax.eval_shape(lambda: jax.random.key(0, impl=impl))
+
+
+def _target(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+  """Says how an array is to be restored; a key is, as its data."""
+  if leaf.sharding is None:
+    raise ValueError(f"{name}={leaf}: want a template with a sharding")
+  data = leaf
+  if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    data = jax.eval_shape(jax.random.key_data, leaf)
+  return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+
+
+def _donatable(array: jax.Array) -> jax.Array:
+  """Copies an array within a program; what orbax makes may not be donated."""
+  return jax.jit(jnp.copy, out_shardings=array.sharding)(array)
+
+
+def _expect_names(
+    what: str, found: Collection[str], wanted: Collection[str]
+) -> None:
+  missing = sorted(set(wanted) - set(found))
+  unknown = sorted(set(found) - set(wanted))
+  if missing or unknown:
+    raise ValueError(f"{what}: missing {missing}, unknown {unknown}")
+
+
+def _as_json(value: Any, path: str) -> Any:
+  """Returns `value` as JSON gives it back, or raises ValueError."""
+  if isinstance(value, Mapping):
+    if not all(isinstance(key, str) for key in value):
+      raise ValueError(f"{path} has keys {list(value)}: want strings")
+    return {key: _as_json(x, f"{path}.{key}") for key, x in value.items()}
+  if isinstance(value, list | tuple):
+    return [_as_json(x, f"{path}[{i}]") for i, x in enumerate(value)]
+  if value is None or isinstance(value, str | int | float):
+    return value
+  raise ValueError(f"{path}={value!r}: want what JSON can hold")
+
+
+def _differences(
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    but: tuple[str, ...] = (),
+) -> list[str]:
+  """Names each key path that two nested dicts do not share, or not alike."""
+  then, now = _flat(then), _flat(now)
+  absent = object()
+  show = lambda value: "absent" if value is absent else repr(value)
+  lines = []
+  for path in sorted(then.keys() | now.keys()):
+    old, new = then.get(path, absent), now.get(path, absent)
+    allowed = any(path == key or path.startswith(f"{key}.") for key in but)
+    if old != new and not allowed:
+      lines.append(f"{path}: checkpoint {show(old)}, now {show(new)}")
+  return lines
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Returns the values of nested dicts by their dotted paths."""
+  flat = {}
+  for key, value in nested.items():
+    if isinstance(value, Mapping):
+      flat |= _flat(value, f"{prefix}{key}.")
+    else:
+      flat[prefix + key] = value
+  return flat
