@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import grain
 import jax
-import ml_collections
 import numpy as np
 from absl import logging
 from flax import nnx
@@ -36,7 +36,7 @@ class Settings:
   optimizer: OptimizerConfig
 
 
-def read_settings(config: ml_collections.ConfigDict) -> Settings:
+def read_settings(config: Any) -> Settings:
   """Checks a config and returns the library's settings.
 
   Raises:
@@ -72,9 +72,7 @@ def read_settings(config: ml_collections.ConfigDict) -> Settings:
   )
 
 
-def make_requests(
-    config: ml_collections.ConfigDict, settings: Settings
-) -> Requests:
+def make_requests(config: Any, settings: Settings) -> Requests:
   """Returns the groups of each step, by position in the endless data."""
   if config.data.rollouts:
     groups = read_rollout_groups(
@@ -106,9 +104,7 @@ def make_requests(
   ]
 
 
-def load_policy(
-    config: ml_collections.ConfigDict, model: Qwen3_5Config
-) -> Policy:
+def load_policy(config: Any, model: Qwen3_5Config) -> Policy:
   """Loads the checkpoint, or draws the preset's weights from the seed."""
   if config.model.checkpoint:
     loaded, report = load_model(config.model.checkpoint, config=model)

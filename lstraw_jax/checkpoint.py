@@ -12,27 +12,28 @@ is complete, so that a run killed at any moment goes on from the one before.
    and each difference is named.
 """
 
+import contextlib
 import dataclasses
 import hashlib
+import json
 import math
 import pathlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from flax import nnx
 
 from lstraw_jax.train_state import TrainState
 
 _SAMPLED = 4096  # elements of each frozen weight that its fingerprint reads
-_SHOWN = 20  # differences that an error names; it counts the others
+_SHOWN = 10  # differences that an error names; it counts the others
 _RECORD = ("config", "frozen", "key_impl", "model_config", "position")
 
 
-class TrainCheckpoints:
+class TrainCheckpoints(contextlib.AbstractContextManager):
   """The checkpoints of one run, in a directory that no other run writes to.
 
   Saving returns when the checkpoint is complete. That is safe against a killed
@@ -62,7 +63,7 @@ class TrainCheckpoints:
     """
     if keep < 1:
       raise ValueError(f"keep={keep}: want at least 1")
-    self._config = _as_json(config, "config")
+    self._config = _as_json(config)
     self._may_change = tuple(may_change)
     self._at: int | None = None  # the step last saved or restored
     self._manager = ocp.CheckpointManager(
@@ -77,9 +78,6 @@ class TrainCheckpoints:
             record=ocp.handlers.JsonCheckpointHandler(),
         ),
     )
-
-  def __enter__(self) -> "TrainCheckpoints":
-    return self
 
   def __exit__(self, *exception: object) -> None:
     self.close()
@@ -180,7 +178,8 @@ class TrainCheckpoints:
     _expect_names(f"{where}: record", record, _RECORD)
     stored = dict(items.arrays)
     if "key" in stored:  # it is stored as its data
-      stored["key"] = _abstract_key(record["key_impl"])
+      impl = record["key_impl"]
+      stored["key"] = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
     for what, then, now, but in (
         ("config", record["config"], self._config, self._may_change),
         ("model config", record["model_config"], _model_config(template), ()),
@@ -205,18 +204,23 @@ def _saved(state: TrainState) -> dict[str, Any]:
   }
 
 
-def _named(tree: Any) -> dict[str, Any]:
-  """Returns the leaves of a tree by their path, in the order of the tree."""
-  leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-  name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
-  named = {name(path).removesuffix(".value"): leaf for path, leaf in leaves}
-  assert len(named) == treedef.num_leaves, "nnx names have no dots"
+def _named(
+    tree: Any, *, is_leaf: Callable[[Any], bool] | None = None
+) -> dict[str, Any]:
+  """Returns the leaves of a tree by their dotted path, in the tree's order."""
+  named = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+    if path[-1:] == (jax.tree_util.GetAttrKey("value"),):
+      path = path[:-1]  # how flax gets from a variable to its array
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    assert name not in named, f"two leaves called {name}"
+    named[name] = leaf
   return named
 
 
 def _model_config(state: TrainState) -> dict[str, Any]:
   """Returns the model's config as JSON gives it back."""
-  return _as_json(dataclasses.asdict(state.policy.config), "model_config")
+  return _as_json(dataclasses.asdict(state.policy.config))
 
 
 def _fingerprint(state: TrainState) -> dict[str, str]:
@@ -254,10 +258,6 @@ def _specs(arrays: Mapping[str, Any]) -> dict[str, str]:
   return {name: f"{x.dtype}{list(x.shape)}" for name, x in arrays.items()}
 
 
-def _abstract_key(impl: str) -> jax.ShapeDtypeStruct:
-  return jax.eval_shape(lambda: jax.random.key(0, impl=impl))
-
-
 def _target(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
   """Says how an array is to be restored; a key is, as its data."""
   if leaf.sharding is None:
@@ -282,44 +282,27 @@ def _expect_names(
     raise ValueError(f"{what}: missing {missing}, unknown {unknown}")
 
 
-def _as_json(value: Any, path: str) -> Any:
-  """Returns `value` as JSON gives it back, or raises ValueError."""
-  if isinstance(value, Mapping):
-    if not all(isinstance(key, str) for key in value):
-      raise ValueError(f"{path} has keys {list(value)}: want strings")
-    return {key: _as_json(x, f"{path}.{key}") for key, x in value.items()}
-  if isinstance(value, list | tuple):
-    return [_as_json(x, f"{path}[{i}]") for i, x in enumerate(value)]
-  if value is None or isinstance(value, str | int | float):
-    return value
-  raise ValueError(f"{path}={value!r}: want what JSON can hold")
+def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns `config` as JSON gives it back."""
+
+  def refuse(value):
+    raise ValueError(f"config holds {value!r}: want what JSON can hold")
+
+  return json.loads(json.dumps(config, default=refuse))
 
 
 def _differences(
-    then: Mapping[str, Any],
-    now: Mapping[str, Any],
-    *,
-    but: tuple[str, ...] = (),
+    then: Mapping[str, Any], now: Mapping[str, Any], *, but: Collection[str]
 ) -> list[str]:
-  """Names each key path that two nested dicts do not share, or not alike."""
-  then, now = _flat(then), _flat(now)
+  """Names each key path at which two nested dicts are not alike."""
+  is_none = lambda value: value is None
+  then, now = (_named(x, is_leaf=is_none) for x in (then, now))
   absent = object()
   show = lambda value: "absent" if value is absent else repr(value)
   lines = []
   for path in sorted(then.keys() | now.keys()):
     old, new = then.get(path, absent), now.get(path, absent)
-    allowed = any(path == key or path.startswith(f"{key}.") for key in but)
+    allowed = any(f"{path}.".startswith(f"{key}.") for key in but)
     if old != new and not allowed:
       lines.append(f"{path}: checkpoint {show(old)}, now {show(new)}")
   return lines
-
-
-def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Returns the values of nested dicts by their dotted paths."""
-  flat = {}
-  for key, value in nested.items():
-    if isinstance(value, Mapping):
-      flat |= _flat(value, f"{prefix}{key}.")
-    else:
-      flat[prefix + key] = value
-  return flat

@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -81,5 +81,5 @@ def apply_gradients(
   grad_norm = optax.global_norm(gradients)
   gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, trainable)
   updates, opt_state = optimizer.update(gradients, opt_state, trainable)
-  trainable = optax.apply_updates(trainable, updates)
+  trainable = cast(nnx.State, optax.apply_updates(trainable, updates))
   return Applied(trainable, opt_state, grad_norm)

@@ -1,6 +1,7 @@
 """Gated full attention of a segment to its prefixes and to itself."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 from flax import nnx
@@ -23,22 +24,14 @@ class Attention(nnx.Module):
     hidden, size = config.hidden_size, config.head_dim
     queries = config.num_attention_heads * size
     keys = config.num_key_value_heads * size
-    make = dict(config=config, rngs=rngs)
-    self.q_proj = Linear(
-        "q_proj", hidden, 2 * queries, axes=("embed", "heads"), **make
-    )
-    self.k_proj = Linear(
-        "k_proj", hidden, keys, axes=("embed", "kv_heads"), **make
-    )
-    self.v_proj = Linear(
-        "v_proj", hidden, keys, axes=("embed", "kv_heads"), **make
-    )
-    self.o_proj = Linear(
-        "o_proj", queries, hidden, axes=("heads", "embed"), **make
-    )
-    norm = dict(eps=config.rms_norm_eps, dtype=config.param_dtype)
-    self.q_norm = RMSNorm(size, **norm)
-    self.k_norm = RMSNorm(size, **norm)
+    linear = partial(Linear, config=config, rngs=rngs)
+    self.q_proj = linear("q_proj", hidden, 2 * queries, axes=("embed", "heads"))
+    self.k_proj = linear("k_proj", hidden, keys, axes=("embed", "kv_heads"))
+    self.v_proj = linear("v_proj", hidden, keys, axes=("embed", "kv_heads"))
+    self.o_proj = linear("o_proj", queries, hidden, axes=("heads", "embed"))
+    norm = partial(RMSNorm, eps=config.rms_norm_eps, dtype=config.param_dtype)
+    self.q_norm = norm(size)
+    self.k_norm = norm(size)
     self.head_dim = size
 
   def __call__(

@@ -27,7 +27,9 @@ def causal_conv(
   padded = jnp.concatenate([tail, u], axis=1)
   taps = kernel.astype(u.dtype)[:, None, None]
   steps = u.shape[1]
-  y = sum(taps[j] * padded[:, j : j + steps] for j in range(kernel.shape[0]))
+  y = jnp.zeros_like(u)
+  for j in range(kernel.shape[0]):
+    y += taps[j] * padded[:, j : j + steps]
   new_tail = jax.vmap(
       lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, tail.shape[1])
   )(padded, lengths)

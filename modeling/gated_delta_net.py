@@ -1,5 +1,7 @@
 """Gated DeltaNet: a linear-attention layer with a state of fixed size."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -28,25 +30,24 @@ class GatedDeltaNet(nnx.Module):
     self.value_heads = config.linear_num_value_heads
     self.key_dim = config.linear_key_head_dim
     values = self.value_heads * config.linear_value_head_dim
-    make = dict(config=config, rngs=rngs)
-    self.in_proj_qkv = Linear(
+    linear = partial(Linear, config=config, rngs=rngs)
+    self.in_proj_qkv = linear(
         "in_proj_qkv",
         hidden,
         config.conv_channels,
         axes=("embed", "linear_heads"),
-        **make,
     )
-    self.in_proj_z = Linear(
-        "in_proj_z", hidden, values, axes=("embed", "linear_heads"), **make
+    self.in_proj_z = linear(
+        "in_proj_z", hidden, values, axes=("embed", "linear_heads")
     )
-    self.in_proj_b = Linear(
-        "in_proj_b", hidden, self.value_heads, axes=("embed", "gate"), **make
+    self.in_proj_b = linear(
+        "in_proj_b", hidden, self.value_heads, axes=("embed", "gate")
     )
-    self.in_proj_a = Linear(
-        "in_proj_a", hidden, self.value_heads, axes=("embed", "gate"), **make
+    self.in_proj_a = linear(
+        "in_proj_a", hidden, self.value_heads, axes=("embed", "gate")
     )
-    self.out_proj = Linear(
-        "out_proj", values, hidden, axes=("linear_heads", "embed"), **make
+    self.out_proj = linear(
+        "out_proj", values, hidden, axes=("linear_heads", "embed")
     )
     taps = config.linear_conv_kernel_dim
     bound = taps**-0.5

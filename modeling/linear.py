@@ -36,52 +36,50 @@ class Linear(nnx.Module):
         ),
         axes,
     )
-    lora = config.lora
-    adapted = lora is not None and name in lora.targets
-    self.lora_scale = lora.alpha / lora.rank if adapted else 0.0
+    self.lora_scale = 0.0
     self.lora_a = nnx.data(None)
     self.lora_b = nnx.data(None)
-    if adapted:
-      dtype = wide_dtype(config.param_dtype)
-      self.lora_a = param(
-          normal(rngs, (d_in, lora.rank), std=d_in**-0.5, dtype=str(dtype)),
-          (axes[0], None),
-          kind=nnx.LoRAParam,
-      )
-      self.lora_b = param(
-          jnp.zeros((lora.rank, d_out), dtype),
-          (None, axes[1]),
-          kind=nnx.LoRAParam,
-      )
+    lora = config.lora
+    if lora is None or name not in lora.targets:
+      return
+    dtype = wide_dtype(config.param_dtype)
+    self.lora_scale = lora.alpha / lora.rank
+    self.lora_a = param(
+        normal(rngs, (d_in, lora.rank), std=d_in**-0.5, dtype=str(dtype)),
+        (axes[0], None),
+        kind=nnx.LoRAParam,
+    )
+    self.lora_b = param(
+        jnp.zeros((lora.rank, d_out), dtype),
+        (None, axes[1]),
+        kind=nnx.LoRAParam,
+    )
 
   @typed
   def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
     """Applies the layer in the dtype of `x`."""
     y = x @ self.kernel[...].astype(x.dtype)
-    if self.lora_a is not None:
-      low = x @ self.lora_a[...].astype(x.dtype)
-      y += self.lora_scale * (low @ self.lora_b[...].astype(x.dtype))
+    if (adapter := self._adapter()) is not None:
+      a, b = (weight.astype(x.dtype) for weight in adapter)
+      y += self.lora_scale * (x @ a @ b)
     return y
 
   def wide_product(self, x: jax.Array) -> jax.Array:
     """Applies the layer with a result in float32 or wider, for the head."""
-    return wide_product(x, self.kernel[...], self._adapter())
+    y = wide_product(x, self.kernel[...])
+    if (adapter := self._adapter()) is not None:
+      a, b = (weight.astype(y.dtype) for weight in adapter)
+      y += self.lora_scale * (x.astype(y.dtype) @ a @ b)
+    return y
 
   def _adapter(self):
-    if self.lora_a is None:
+    if self.lora_a is None or self.lora_b is None:
       return None
-    return self.lora_a[...], self.lora_scale * self.lora_b[...]
+    return self.lora_a[...], self.lora_b[...]
 
 
-def wide_product(
-    x: jax.Array,
-    kernel: jax.Array,
-    adapter: tuple[jax.Array, jax.Array] | None = None,
-) -> jax.Array:
-  """Returns x W (+ x A B), accumulated and kept in float32 or wider."""
-  dtype = wide_dtype(x.dtype)
-  y = jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=dtype)
-  if adapter is not None:
-    a, b = (weight.astype(dtype) for weight in adapter)
-    y += x.astype(dtype) @ a @ b
-  return y
+def wide_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+  """Returns x W, accumulated and kept in float32 or wider."""
+  return jnp.dot(
+      x, kernel.astype(x.dtype), preferred_element_type=wide_dtype(x.dtype)
+  )

@@ -1,5 +1,7 @@
 """The gated feed-forward."""
 
+from functools import partial
+
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
@@ -14,11 +16,11 @@ class MLP(nnx.Module):
 
   def __init__(self, size: int, *, config: Qwen3_5Config, rngs: nnx.Rngs):
     hidden = config.hidden_size
-    make = dict(config=config, rngs=rngs)
+    linear = partial(Linear, config=config, rngs=rngs)
     inward, outward = ("embed", "mlp"), ("mlp", "embed")
-    self.gate_proj = Linear("gate_proj", hidden, size, axes=inward, **make)
-    self.up_proj = Linear("up_proj", hidden, size, axes=inward, **make)
-    self.down_proj = Linear("down_proj", size, hidden, axes=outward, **make)
+    self.gate_proj = linear("gate_proj", hidden, size, axes=inward)
+    self.up_proj = linear("up_proj", hidden, size, axes=inward)
+    self.down_proj = linear("down_proj", size, hidden, axes=outward)
 
   @typed
   def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -1,5 +1,7 @@
 """Mixture of experts with a softmax router and one gated shared expert."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -23,15 +25,17 @@ class MoE(nnx.Module):
   def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None, "the decoder layer picks MoE only when configured"
-    draw = dict(std=config.initializer_range, dtype=config.param_dtype)
+    draw = partial(
+        normal, rngs, std=config.initializer_range, dtype=config.param_dtype
+    )
     experts, inner = moe.num_experts, moe.moe_intermediate_size
-    self.gate = param(normal(rngs, (hidden, experts), **draw), ("embed", None))
+    self.gate = param(draw((hidden, experts)), ("embed", None))
     self.gate_up_proj = param(
-        normal(rngs, (experts, hidden, 2 * inner), **draw),
+        draw((experts, hidden, 2 * inner)),
         ("experts", "embed", "expert_mlp"),
     )
     self.down_proj = param(
-        normal(rngs, (experts, inner, hidden), **draw),
+        draw((experts, inner, hidden)),
         ("experts", "expert_mlp", "embed"),
     )
     self.shared_expert = MLP(

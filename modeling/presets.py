@@ -5,10 +5,11 @@ Qwen3.5-35B-A3B.
 """
 
 import difflib
+from typing import Any
 
 from modeling.qwen3_5_config import MoeConfig, Qwen3_5Config
 
-_TINY = dict(
+_TINY: dict[str, Any] = dict(
     vocab_size=256,
     hidden_size=64,
     num_hidden_layers=4,

@@ -40,9 +40,14 @@ class DecoderLayer(nnx.Module):
   """x += mixer(norm(x)); x += feed_forward(norm(x))."""
 
   def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
-    norm = dict(eps=config.rms_norm_eps, dtype=config.param_dtype)
-    self.input_layernorm = RMSNorm(config.hidden_size, **norm)
-    self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
+    norm = partial(
+        RMSNorm,
+        config.hidden_size,
+        eps=config.rms_norm_eps,
+        dtype=config.param_dtype,
+    )
+    self.input_layernorm = norm()
+    self.post_attention_layernorm = norm()
     if config.moe is None:
       assert config.intermediate_size is not None, "checked by the config"
       self.mlp = MLP(config.intermediate_size, config=config, rngs=rngs)

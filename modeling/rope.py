@@ -1,7 +1,7 @@
 """Rotary position embedding whose phase stays exact at millions of tokens.
 
 In float32, position x frequency is off by 0.06 rad at position 2^20. The phase
-is therefore taken in turns with integer arithmetic: a frequency is a 48-bit
+is therefore taken in turns with integer arithmetic: a frequency is a 64-bit
 binary fraction of a turn, its product with a 32-bit position wraps modulo one
 turn by itself, and only the remainder becomes a float.
 """
@@ -82,19 +82,25 @@ def rotate(x: Float[Array, "B T H K"], by: Rotation) -> Float[Array, "B T H K"]:
 
 def _phase_by_turns(positions, frequencies):
   """Returns position x frequency modulo 2 pi in [-pi, pi), float32."""
-  turns = np.round(frequencies / (2 * np.pi) * 2.0**48).astype(np.uint64)
-  # Turns above one would wrap anyway: keep 48 bits, as 32 and 16.
-  turns &= np.uint64(2**48 - 1)
-  high = jnp.asarray((turns >> np.uint64(16)).astype(np.uint32))[None, None]
-  low = jnp.asarray((turns & np.uint64(0xFFFF)).astype(np.uint32))[None, None]
-  position = positions.astype(jnp.uint32)[..., None]
-  wrapped = (
-      high * position
-      + low * (position >> 16)
-      + ((low * (position & 0xFFFF)) >> 16)
+  turns = np.mod(frequencies / (2 * np.pi), 1.0) * 2.0**64
+  high, low = (
+      jnp.asarray(
+          (turns.astype(np.uint64) >> np.uint64(shift)).astype(np.uint32)
+      )
+      for shift in (32, 0)
   )
+  position = positions.astype(jnp.uint32)[..., None]
+  wrapped = high[None, None] * position + _high_word(low[None, None], position)
   signed = jax.lax.bitcast_convert_type(wrapped, jnp.int32)
   return signed.astype(jnp.float32) * np.float32(2 * np.pi / 2.0**32)
+
+
+def _high_word(a, b):
+  """Returns the upper 32 of the 64 bits of a product, by halves of 16 bits."""
+  a_high, a_low, b_high, b_low = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
+  middle = a_high * b_low + ((a_low * b_low) >> 16)
+  other = a_low * b_high + (middle & 0xFFFF)
+  return a_high * b_high + (middle >> 16) + (other >> 16)
 
 
 def _yarn(frequencies, yarn: YarnConfig, theta, rotary):

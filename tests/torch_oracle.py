@@ -41,9 +41,7 @@ _SHAPE = dict(
     max_position_embeddings=4096,
     attn_implementation="eager",
 )
-_ROPE = dict(
-    rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25
-)
+_ROPE = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25)
 _EXPERTS = dict(
     num_experts=8,
     num_experts_per_tok=2,

@@ -1,5 +1,7 @@
 """Every setting of training, with its default; other configs change some."""
 
+from typing import Any
+
 import ml_collections
 from ml_collections import config_dict
 
@@ -8,7 +10,7 @@ from modeling.qwen3_5_config import LoraConfig
 
 def get_config() -> ml_collections.ConfigDict:
   """Returns the settings; a name that is not among them is refused."""
-  config = ml_collections.ConfigDict()
+  config: Any = ml_collections.ConfigDict()
   config.seed = 0
 
   config.model = ml_collections.ConfigDict()

@@ -6,6 +6,8 @@ About 2 minutes on 2 CPU cores, compilation included; the mean reward of the
 last five updates is about four times that of the first five.
 """
 
+from typing import Any
+
 import ml_collections
 
 from experiments.configs import base
@@ -13,7 +15,7 @@ from experiments.configs import base
 
 def get_config() -> ml_collections.ConfigDict:
   """Returns the settings."""
-  config = base.get_config()
+  config: Any = base.get_config()
   config.model.preset = "tiny"
   config.sampling.max_tokens = 32
   config.optimizer.learning_rate = 1e-2

@@ -6,8 +6,6 @@ differentiably; and a block of keys that no query sees is skipped, so that the
 empty slots of a bucketed state cost nothing.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
@@ -17,8 +15,7 @@ from pallas_kernels.shapes import wide_dtype
 _BLOCK = 512  # keys a step; scores are [B, N, T, H/N, _BLOCK]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def attend(
+def _attend(
     q_BTHK: jax.Array,
     k_BSNK: jax.Array,
     v_BSNV: jax.Array,
@@ -65,7 +62,7 @@ def attend(
 
 
 def _forward(q, k, v, q_positions, k_positions, scale):
-  out, lse = attend(q, k, v, q_positions, k_positions, scale)
+  out, lse = _attend(q, k, v, q_positions, k_positions, scale)
   return (out, lse), (q, k, v, q_positions, k_positions, out, lse)
 
 
@@ -113,6 +110,7 @@ def _backward(scale, residuals, cotangents):
     return d_q, keys.join(d_k), keys.join(d_v), None, None
 
 
+attend = jax.custom_vjp(_attend, nondiff_argnums=(5,))
 attend.defvjp(_forward, _backward)
 
 
