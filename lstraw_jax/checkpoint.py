@@ -154,7 +154,7 @@ class TrainCheckpoints(contextlib.AbstractContextManager):
     targets = {name: _target(name, leaf) for name, leaf in wanted.items()}
     arrays = self._manager.restore(
         step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(targets))
-    ).arrays
+    )["arrays"]
     # One by one: the whole state is never live twice.
     leaves = {name: _donatable(arrays.pop(name)) for name in wanted}
     leaves["key"] = jax.random.wrap_key_data(
@@ -174,9 +174,9 @@ class TrainCheckpoints(contextlib.AbstractContextManager):
     _expect_names(f"{where}: items", items.keys(), ("arrays", "record"))
     record = self._manager.restore(
         step, args=ocp.args.Composite(record=ocp.args.JsonRestore())
-    ).record
+    )["record"]
     _expect_names(f"{where}: record", record, _RECORD)
-    stored = dict(items.arrays)
+    stored = dict(items["arrays"])
     if "key" in stored:  # it is stored as its data
       impl = record["key_impl"]
       stored["key"] = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
@@ -227,7 +227,7 @@ def _fingerprint(state: TrainState) -> dict[str, str]:
   """Returns shape, dtype and a hash of some elements of each frozen weight."""
   weights = _named(state.policy.frozen)
   for name, weight in weights.items():
-    if not isinstance(weight, jax.Array):
+    if isinstance(weight, jax.ShapeDtypeStruct):
       raise ValueError(f"policy.frozen.{name}={weight}: want a loaded weight")
   indices = {name: _spread(x.shape) for name, x in weights.items()}
   samples = jax.device_get(_take(weights, indices))
@@ -249,8 +249,10 @@ def _spread(shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
   size = math.prod(shape)
   index = np.arange(min(size, _SAMPLED))
   stride = max(size // _SAMPLED, 1)
-  # The offset drifts: a stride that rows divide would stay in one column.
-  return np.unravel_index(index * stride + index % stride, shape)
+  # Scattered within each stride by Knuth's multiplicative hash, since a stride
+  # that the rows divide would stay in the same columns.
+  offset = (index * 2654435761 % 2**32) * stride >> 32
+  return np.unravel_index(index * stride + offset, shape)
 
 
 def _specs(arrays: Mapping[str, Any]) -> dict[str, str]:
@@ -260,8 +262,10 @@ def _specs(arrays: Mapping[str, Any]) -> dict[str, str]:
 
 def _target(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
   """Says how an array is to be restored; a key is, as its data."""
-  if leaf.sharding is None:
-    raise ValueError(f"{name}={leaf}: want a template with a sharding")
+  if isinstance(leaf, np.ndarray) or leaf.sharding is None:
+    raise ValueError(
+        f"template {name} has no sharding: want one for each array"
+    )
   data = leaf
   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     data = jax.eval_shape(jax.random.key_data, leaf)

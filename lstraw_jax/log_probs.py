@@ -56,14 +56,18 @@ def token_log_probs(
   @partial(jax.checkpoint, prevent_cse=False)
   def scores(inputs):
     index, kept = inputs
-    x, target = rows[index], targets.reshape(-1)[index]
+    # Masked going in as well: a zero cotangent times NaN would be NaN.
+    x = jnp.where(kept[:, None], rows[index], 0.0)
+    target = targets.reshape(-1)[index]
 
     def project():
       logits = model.logits(x) / temperature
       total = jax.nn.logsumexp(logits, axis=-1)
       picked = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-      shares = jnp.exp(logits - total[:, None])
-      entropy = total - (shares * logits).sum(-1)
+      # Not total - E[logits]: of large logits that is the difference of two
+      # large numbers, and may be negative.
+      log_shares = logits - total[:, None]
+      entropy = -(jnp.exp(log_shares) * log_shares).sum(-1)
       return TokenScores(
           jnp.where(kept, picked - total, 0.0), jnp.where(kept, entropy, 0.0)
       )

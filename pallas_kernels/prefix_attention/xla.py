@@ -62,7 +62,9 @@ def _attend(
 
 
 def _forward(q, k, v, q_positions, k_positions, scale):
-  out, lse = _attend(q, k, v, q_positions, k_positions, scale)
+  # Not `_attend`: jax.checkpoint differentiates this function as well, and its
+  # scan would then keep the scores of every block of keys.
+  out, lse = attend(q, k, v, q_positions, k_positions, scale)
   return (out, lse), (q, k, v, q_positions, k_positions, out, lse)
 
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lstraw_jax.checkpoint import TrainCheckpoints
@@ -27,8 +26,8 @@ from lstraw_jax.train_state import (
     make_train_state,
 )
 from modeling.presets import preset
-from modeling.qwen3_5 import Qwen3_5
 from modeling.qwen3_5_config import LoraConfig
+from tests.random_model import random_model
 
 LORA = LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "in_proj_qkv"))
 TINY = preset("tiny").replace(hidden_size=32, intermediate_size=64, lora=LORA)
@@ -48,10 +47,9 @@ t.train_until_killed(sys.argv[1])
 
 
 def make_state(*, seed=0, config=TINY, optimizer=OPTIMIZER, reference=True):
-  policy = make_policy(Qwen3_5(config, rngs=nnx.Rngs(seed)))
-  return make_train_state(
-      policy, optimizer, seed=7, with_reference=reference
-  )
+  policy = make_policy(random_model(config, seed=seed))
+  policy = jax.tree.map(jnp.asarray, policy)
+  return make_train_state(policy, optimizer, seed=7, with_reference=reference)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +63,8 @@ def train(state: TrainState, *, steps: int) -> TrainState:
   for _ in range(steps):
     key = jax.random.fold_in(state.key, state.step)
     gradients = jax.tree.map(
-        lambda w, key=key: jax.random.normal(key, w.shape), state.policy.trainable
+        lambda w, key=key: jax.random.normal(key, w.shape),
+        state.policy.trainable,
     )
     applied = apply(*jax.tree.map(jnp.copy, learned(state)), gradients)
     state = dataclasses.replace(
@@ -90,14 +89,11 @@ def learned(state: TrainState):
 
 def advance(state: TrainState, *, steps: int = 1) -> TrainState:
   """Moves the state on, at no cost."""
-  change = lambda w: w + jnp.asarray(steps, w.dtype)
-  return dataclasses.replace(
-      state,
-      policy=state.policy.replace(
-          trainable=jax.tree.map(change, state.policy.trainable)
-      ),
-      step=state.step + steps,
-  )
+  for _ in range(steps):
+    trainable = jax.tree.map(lambda w: w * 1.5, state.policy.trainable)
+    policy = state.policy.replace(trainable=trainable)
+    state = dataclasses.replace(state, policy=policy, step=state.step + 1)
+  return state
 
 
 def bits(state: TrainState) -> list[tuple[np.dtype, bytes]]:
@@ -118,19 +114,17 @@ def read(directory, template, *, config=CONFIG, **settings):
 
 
 def train_until_killed(directory: str) -> None:
-  """Saves as fast as it can, from the last checkpoint on."""
+  """Saves as fast as it can."""
   state = make_state()
-  with TrainCheckpoints(directory, config=CONFIG, keep=2) as checkpoints:
-    if checkpoints.latest_step() is not None:
-      state, position = checkpoints.restore(state)
-      assert position == int(state.step) * 2
+  with TrainCheckpoints(directory, config=CONFIG) as checkpoints:
     while True:
       state = advance(state)
-      checkpoints.save(state, position=int(state.step) * 2)
+      checkpoints.save(state, position=2 * int(state.step))
 
 
-@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("lora", [LORA, None])
+@pytest.mark.parametrize(
+    ("lora", "param_dtype"), [(LORA, "float32"), (None, "bfloat16")]
+)
 def test_a_restored_state_is_the_saved_one_bit_for_bit(
     tmp_path, lora, param_dtype
 ):
@@ -180,9 +174,7 @@ def test_shapes_and_shardings_are_enough_of_a_template(tmp_path, first):
   )
   template = dataclasses.replace(
       abstract,
-      policy=dataclasses.replace(
-          abstract.policy, frozen=first.policy.frozen
-      ),
+      policy=dataclasses.replace(abstract.policy, frozen=first.policy.frozen),
   )
   restored, _ = read(tmp_path, template)
   arrays = (learned(restored), restored.step, restored.key, restored.reference)
@@ -193,7 +185,7 @@ def test_shapes_and_shardings_are_enough_of_a_template(tmp_path, first):
   nowhere = dataclasses.replace(
       template, step=jax.ShapeDtypeStruct((), jnp.int32)
   )
-  with pytest.raises(ValueError, match="step=.* want .* sharding"):
+  with pytest.raises(ValueError, match="template step has no sharding"):
     read(tmp_path, nowhere)
   with pytest.raises(ValueError, match=r"policy\.frozen\..*loaded weight"):
     read(tmp_path, abstract)
@@ -236,10 +228,10 @@ def test_a_step_is_written_once_and_never_behind_the_newest(tmp_path, first):
     second = advance(first, steps=2)
     checkpoints.save(second, position=1)
     checkpoints.save(second, position=1)
-    with pytest.raises(ValueError, match="step=1: .* already holds step 2"):
+    with pytest.raises(ValueError, match=r"step=1: .* already holds step 2"):
       checkpoints.save(advance(first), position=1)
   with TrainCheckpoints(tmp_path, config=CONFIG) as checkpoints:
-    with pytest.raises(ValueError, match="step=2: .* already holds step 2"):
+    with pytest.raises(ValueError, match=r"step=2: .* already holds step 2"):
       checkpoints.save(second, position=1)
     checkpoints.restore(first)
     checkpoints.save(second, position=1)
@@ -248,7 +240,7 @@ def test_a_step_is_written_once_and_never_behind_the_newest(tmp_path, first):
 def test_an_empty_directory_has_no_checkpoint(tmp_path, first):
   with TrainCheckpoints(tmp_path / "new", config=CONFIG) as checkpoints:
     assert checkpoints.latest_step() is None
-    with pytest.raises(FileNotFoundError, match="no checkpoint in .*new"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*new"):
       checkpoints.restore(first)
 
 
@@ -283,7 +275,7 @@ def test_settings_that_may_change_do(tmp_path, first):
 
 
 def test_a_config_is_what_json_holds(tmp_path):
-  with pytest.raises(ValueError, match="config holds .*dtype.*JSON"):
+  with pytest.raises(ValueError, match=r"config holds .*dtype.*JSON"):
     TrainCheckpoints(tmp_path, config={"a": {"b": np.dtype("int8")}})
   with pytest.raises(ValueError, match="keep=0"):
     TrainCheckpoints(tmp_path, config={}, keep=0)
@@ -310,9 +302,13 @@ def test_a_config_is_what_json_holds(tmp_path):
         (
             {"reference": False},
             "arrays",
-            "kernel: checkpoint 'float32[1, 32, 2]', now absent",
+            "q_proj.lora_a: checkpoint 'float32[1, 32, 2]', now absent",
         ),
-        ({"seed": 1}, "frozen weights", "embed_tokens: checkpoint 'float32["),
+        (
+            {"seed": 1},
+            "frozen weights",
+            "q_proj.kernel: checkpoint 'float32[1, 32, 256] sha256:",
+        ),
     ],
 )
 def test_another_model_is_refused_by_name(tmp_path, first, other, what, line):
@@ -320,7 +316,7 @@ def test_another_model_is_refused_by_name(tmp_path, first, other, what, line):
   with pytest.raises(ValueError) as error:
     read(tmp_path, make_state(**other))
   assert f"1: other {what}:\n" in str(error.value)
-  assert line in str(error.value) or "more" in str(error.value)
+  assert line in str(error.value)
 
 
 def test_one_column_of_the_base_model_is_enough_to_refuse(tmp_path, first):
@@ -329,7 +325,7 @@ def test_one_column_of_the_base_model_is_enough_to_refuse(tmp_path, first):
   embedding = weights["embed_tokens"]
   embedding[...] = embedding[...].at[:, 5].add(1.0)
   policy = dataclasses.replace(first.policy, frozen=weights)
-  with pytest.raises(ValueError, match="\n  embed_tokens: checkpoint [^\n]*$"):
+  with pytest.raises(ValueError, match=r"\n  embed_tokens: checkpoint [^\n]*$"):
     read(tmp_path, dataclasses.replace(first, policy=policy))
 
 
@@ -357,22 +353,22 @@ def test_parts_that_nothing_reads_are_reported(tmp_path, first):
 
 def test_a_run_killed_at_any_moment_goes_on(tmp_path, first):
   root = pathlib.Path(__file__).parents[2]
-  reached = 0
-  for delay_s in (0.05, 0.21):
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(tmp_path)],
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)},
-    )
-    deadline = time.monotonic() + 120
-    while not (tmp_path / f"{reached + 2}").exists():
-      assert child.poll() is None and time.monotonic() < deadline
-      time.sleep(0.01)
-    time.sleep(delay_s)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    state, position = read(tmp_path, first)
-    assert int(state.step) >= reached + 2
-    assert position == int(state.step) * 2
-    reached = int(state.step)
-  assert bits(state) == bits(advance(first, steps=reached))
+  child = subprocess.Popen(
+      [sys.executable, "-c", CHILD, str(tmp_path)],
+      cwd=root,
+      env=os.environ | {"PYTHONPATH": str(root)},
+  )
+  deadline = time.monotonic() + 120
+  while not (tmp_path / "2").exists():
+    assert child.poll() is None and time.monotonic() < deadline
+    time.sleep(0.01)
+  time.sleep(float(np.random.default_rng().uniform(0, 0.5)))
+  child.send_signal(signal.SIGKILL)
+  child.wait()
+  with TrainCheckpoints(tmp_path, config=CONFIG) as checkpoints:
+    state, position = checkpoints.restore(first)
+    step = int(state.step)
+    assert step >= 2 and position == 2 * step
+    assert bits(state) == bits(advance(first, steps=step))
+    checkpoints.save(advance(state), position=0)
+    assert checkpoints.latest_step() == step + 1

@@ -1,7 +1,5 @@
 """The decoder as a segment: splits, padding, adapters and counts."""
 
-from functools import partial
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ from modeling import checkpoint_names, checkpoints, layer_state, presets
 from modeling.layer_state import KvState, Prefix
 from modeling.qwen3_5 import parameter_count
 from modeling.qwen3_5_config import LINEAR_NAMES, LoraConfig
+from tests.quick_jit import quick_jit
 from tests.random_model import random_model
 
 FLOAT64_TOLERANCE = 1e-11
@@ -20,18 +19,17 @@ DENSE = presets.preset("tiny").replace(num_hidden_layers=8, **FLOAT64)
 MOE = presets.preset("tiny-moe").replace(**FLOAT64)
 LORA = LoraConfig(rank=2, alpha=6.0, targets=LINEAR_NAMES)
 
-# Programs run once: what counts is the time to compile them.
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
-
-@jit
-def run(model, tokens, positions, prefixes, recurrent):
+def segment(model, tokens, positions, prefixes=(), recurrent=None):
   """One segment; recurrent=None is the start of a sequence."""
   if recurrent is None:
-    recurrent = layer_state.empty_recurrent(model.config, batch=tokens.shape[0])
+    recurrent = layer_state.empty_recurrent(model.config, batch=len(tokens))
   return model(
       tokens, positions_BT=positions, prefixes=prefixes, recurrent=recurrent
   )
+
+
+run = quick_jit(segment)
 
 
 def draw_tokens(*shape):
@@ -57,6 +55,10 @@ def joined(deltas, positions):
   )
 
 
+def assert_close(ours, expected):
+  chex.assert_trees_all_close(ours, expected, atol=FLOAT64_TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -75,128 +77,85 @@ def test_adapters_are_not_counted():
   assert parameter_count(config) == parameter_count(config.replace(lora=LORA))
 
 
-@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
-def test_segments_of_any_length_follow_each_other(x64, config):
-  model, tokens = random_model(config), draw_tokens(2, 136)
+def test_segments_of_any_length_follow_each_other(x64):
+  model, tokens = random_model(DENSE), draw_tokens(1, 130)
   positions = from_zero(tokens)
-  whole, whole_delta = run(model, tokens, positions, (), None)
+  whole, whole_delta = run(model, tokens, positions)
 
   hidden, deltas, recurrent = [], [], None
-  ends = np.cumsum([1, 2, 61, 65, 7])
-  for start, end in zip([0, *ends], ends, strict=False):
+  ends = [2, 65, 130]
+  for start, end in zip([0, *ends[:-1]], ends, strict=True):
     part = np.s_[:, start:end]
     prefixes = (joined(deltas, [positions[:, :start]]),) if deltas else ()
     out, delta = run(model, tokens[part], positions[part], prefixes, recurrent)
     hidden.append(out)
     deltas.append(delta)
     recurrent = delta.recurrent
-  assert end == tokens.shape[1]
-  chex.assert_trees_all_close(
+  assert_close(
       (jnp.concatenate(hidden, axis=1), joined(deltas, [positions]).slots),
       (whole, whole_delta.slots),
-      atol=FLOAT64_TOLERANCE,
-      rtol=0,
   )
-  chex.assert_trees_all_close(
-      recurrent, whole_delta.recurrent, atol=FLOAT64_TOLERANCE, rtol=0
-  )
+  assert_close(recurrent, whole_delta.recurrent)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 63, 64, 65, 127, 128, 129])
 def test_any_cut_equals_one_pass(x64, cut):
   """Both sides are padded to one length, and so is the prefix: one program."""
   model, tokens = random_model(DENSE), draw_tokens(1, 130)
-  whole, whole_delta = run(model, tokens, from_zero(tokens), (), None)
-  steps = tokens.shape[1]
+  whole, whole_delta = run(model, tokens, from_zero(tokens))
 
+  rest = tokens.shape[1] - cut
   empty = Prefix(
-      slots=layer_state.empty_slots(DENSE, batch=1, slots=steps),
-      positions=np.full((1, steps), -1, np.int32),
+      slots=layer_state.empty_slots(DENSE, batch=1, slots=tokens.shape[1]),
+      positions=np.full(tokens.shape, -1, np.int32),
   )
-  first_positions = from_zero(tokens, cut)
-  first, delta = run(
-      model,
-      tokens,
-      first_positions,
-      (empty,),
-      layer_state.empty_recurrent(DENSE, batch=1),
-  )
-  shifted = np.roll(tokens, -cut, axis=1)
-  second_positions = from_zero(tokens, steps - cut)
-  second_positions = np.where(
-      second_positions < 0, -1, second_positions + np.int32(cut)
-  )
-  prefix = Prefix(slots=delta.slots, positions=first_positions)
+  nothing = layer_state.empty_recurrent(DENSE, batch=1)
+  positions = from_zero(tokens, cut)
+  first, delta = run(model, tokens, positions, (empty,), nothing)
   second, second_delta = run(
-      model, shifted, second_positions, (prefix,), delta.recurrent
+      model,
+      np.roll(tokens, -cut, axis=1),
+      np.roll(np.where(positions < 0, from_zero(tokens), -1), -cut, axis=1),
+      (Prefix(slots=delta.slots, positions=positions),),
+      delta.recurrent,
   )
-  chex.assert_trees_all_close(
-      jnp.concatenate([first[:, :cut], second[:, : steps - cut]], axis=1),
-      whole,
-      atol=FLOAT64_TOLERANCE,
-      rtol=0,
+  assert_close(
+      jnp.concatenate([first[:, :cut], second[:, :rest]], axis=1), whole
   )
-  chex.assert_trees_all_close(
-      second_delta.recurrent,
-      whole_delta.recurrent,
-      atol=FLOAT64_TOLERANCE,
-      rtol=0,
-  )
+  assert_close(second_delta.recurrent, whole_delta.recurrent)
 
 
-@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "moe"])
-def test_padding_on_the_right_changes_nothing(x64, config):
-  model, tokens = random_model(config), draw_tokens(2, 67)
-  hidden, delta = run(model, tokens, from_zero(tokens), (), None)
-  padded = np.concatenate([tokens, draw_tokens(2, 13)], axis=1)
-  positions = from_zero(padded, tokens.shape[1])
-  padded_hidden, padded_delta = run(model, padded, positions, (), None)
-  chex.assert_trees_all_close(
-      (padded_hidden[:, : tokens.shape[1]], padded_delta.recurrent),
-      (hidden, delta.recurrent),
-      atol=FLOAT64_TOLERANCE,
-      rtol=0,
-  )
-
-
-def test_rows_of_unequal_length_do_not_meet(x64):
-  model, tokens = random_model(MOE), draw_tokens(2, 67)
+def test_padding_and_other_rows_change_nothing(x64):
+  model, tokens = random_model(MOE), draw_tokens(2, 70)
+  lengths = [67, 5]
   positions = np.concatenate(
-      [from_zero(tokens[:1]), from_zero(tokens[1:], 5)], axis=0
+      [from_zero(tokens[i : i + 1], length) for i, length in enumerate(lengths)]
   )
-  both, delta = run(model, tokens, positions, (), None)
-  for row, length in enumerate([67, 5]):
-    one = np.s_[row : row + 1]
-    alone, alone_delta = run(model, tokens[one], positions[one], (), None)
-    chex.assert_trees_all_close(
-        (both[one, :length], delta.recurrent.recurrent[:, :, one]),
-        (alone[:, :length], alone_delta.recurrent.recurrent),
-        atol=FLOAT64_TOLERANCE,
-        rtol=0,
+  both, delta = run(model, tokens, positions)
+  for row, length in enumerate(lengths):
+    alone = tokens[row : row + 1, :length]
+    hidden, alone_delta = run(model, alone, from_zero(alone))
+    assert_close(both[row : row + 1, :length], hidden)
+    assert_close(
+        jax.tree.map(lambda x, i=row: x[:, :, i : i + 1], delta.recurrent),
+        alone_delta.recurrent,
     )
 
 
-@jit
-def run_logits(model, tokens):
-  hidden, _ = run(model, tokens, from_zero(tokens), (), None)
-  return model.logits(hidden)
+def value(model, tokens):
+  """A function of all logits."""
+  hidden, _ = segment(model, tokens, jnp.asarray(from_zero(tokens)))
+  return jnp.sin(model.logits(hidden)).sum()
 
 
-@jit
-def adapter_gradients(model, tokens):
-  gradients = jax.grad(lambda model: jnp.sin(run_logits(model, tokens)).sum())(
-      model
-  )
-  return adapters(gradients)
+plain_value = quick_jit(value)
 
 
-def adapters(model):
-  leaves = checkpoint_names.leaves(model)
-  return {
-      ".".join(path): leaf
-      for path, leaf in leaves.items()
-      if "lora" in path[-1]
-  }
+@quick_jit
+def value_and_gradients(model, tokens):
+  """The same with its gradients by leaf."""
+  result, gradients = jax.value_and_grad(value)(model, tokens)
+  return result, checkpoint_names.leaves(gradients)
 
 
 def with_leaves(model, change):
@@ -213,7 +172,9 @@ def without_adapters(model, *, merged):
 
   def kernel(path, leaf):
     a, b = (leaves.get((*path[:-1], name)) for name in ("lora_a", "lora_b"))
-    return leaf if a is None or not merged else leaf + 3.0 * (a @ b)
+    if not merged or path[-1] != "kernel" or a is None:
+      return leaf
+    return leaf + LORA.alpha / LORA.rank * (a @ b)
 
   config = model.config.replace(lora=None)
   return checkpoints.assemble(
@@ -223,21 +184,18 @@ def without_adapters(model, *, merged):
 
 def test_adapters_act_as_a_change_of_the_kernels(x64):
   model, tokens = random_model(MOE.replace(lora=LORA)), draw_tokens(1, 20)
-  zero_b = with_leaves(
+  fresh = with_leaves(
       model, lambda path, leaf: 0.0 * leaf if path[-1] == "lora_b" else leaf
   )
-  for adapted, merged in ((model, True), (zero_b, False)):
+  for adapted, merged in ((model, True), (fresh, False)):
     plain = without_adapters(model, merged=merged)
-    chex.assert_trees_all_close(
-        run_logits(adapted, tokens),
-        run_logits(plain, tokens),
-        atol=FLOAT64_TOLERANCE,
-        rtol=0,
-    )
+    ours, _ = value_and_gradients(adapted, tokens)
+    assert_close(ours, plain_value(plain, tokens))
 
 
 def test_every_adapter_gets_a_gradient(x64):
-  model = random_model(MOE.replace(lora=LORA))
-  gradients = adapter_gradients(model, draw_tokens(1, 20))
-  assert {name.split(".")[-2] for name in gradients} == set(LINEAR_NAMES)
-  assert all(jnp.abs(leaf).max() > 1e-6 for leaf in gradients.values())
+  model, tokens = random_model(MOE.replace(lora=LORA)), draw_tokens(1, 20)
+  _, gradients = value_and_gradients(model, tokens)
+  adapters = {p: g for p, g in gradients.items() if p[-1].startswith("lora")}
+  assert {path[-2] for path in adapters} == set(LINEAR_NAMES)
+  assert all(jnp.abs(g).max() > 1e-6 for g in adapters.values())

@@ -14,7 +14,10 @@ FLOAT64_TOLERANCE = 1e-11
 run = jax.jit(gated_delta_rule, static_argnames="implementation")
 
 
-def problem(tokens, *, seed=0, decay=1.0, near_dependent=False):
+def problem(tokens, *, seed=0, decay=None, near_dependent=False):
+  """Random inputs; without `decay`, heads range from slow to very fast."""
+  if decay is None:
+    decay = np.array([0.05, 0.05, 1.0, 1.0, 30.0, 30.0])
   rng = np.random.default_rng(seed)
   k = rng.normal(size=(2, tokens, 2, 8))
   if near_dependent:
@@ -32,21 +35,19 @@ def problem(tokens, *, seed=0, decay=1.0, near_dependent=False):
   return jax.tree.map(jnp.asarray, arrays)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 63, 64, 65, 200])
-@pytest.mark.parametrize("decay", [0.05, 30.0])
-def test_chunks_equal_the_recurrence_in_value_and_gradient(x64, tokens, decay):
-  inputs = problem(tokens, decay=decay)
+@pytest.mark.parametrize("tokens", [1, 3, 63, 64, 65, 200])
+def test_chunks_equal_the_recurrence_in_value_and_gradient(x64, tokens):
+  inputs = problem(tokens)
 
   def loss(inputs, implementation):
     out, state = gated_delta_rule(**inputs, implementation=implementation)
     return (jnp.sin(out)).sum() + (state**2).sum()
 
-  values = [
-      run(**inputs, implementation=i) for i in ("xla", "reference")
-  ]
+  implementations = ("xla", "reference")
+  values = [run(**inputs, implementation=i) for i in implementations]
   chex.assert_trees_all_close(*values, atol=FLOAT64_TOLERANCE, rtol=0)
   gradient = jax.jit(jax.grad(loss), static_argnums=1)
-  gradients = [gradient(inputs, i) for i in ("xla", "reference")]
+  gradients = [gradient(inputs, i) for i in implementations]
   chex.assert_trees_all_close(*gradients, atol=FLOAT64_TOLERANCE, rtol=1e-10)
 
 
@@ -61,13 +62,15 @@ def test_near_dependent_keys_stay_accurate_in_float32(x64):
       problem(256, decay=0.01, near_dependent=True),
   )
   errors = {
-      i: np.abs(np.asarray(run(**narrow, implementation=i)[0]) - exact_out).max()
+      i: np.abs(
+          np.asarray(run(**narrow, implementation=i)[0]) - exact_out
+      ).max()
       for i in ("xla", "reference")
   }
   assert errors["xla"] < 10 * errors["reference"] + 1e-6, errors
 
 
-@pytest.mark.parametrize("cut", [1, 2, 63, 64, 65, 149])
+@pytest.mark.parametrize("cut", [1, 2, 64, 65])
 def test_any_split_through_the_state_equals_one_pass(x64, cut):
   inputs = problem(150)
   whole_out, whole_state = run(**inputs)
@@ -93,7 +96,9 @@ def test_padding_tokens_leave_the_state_bitwise():
 
 
 def test_the_blockwise_inverse_is_the_inverse_with_its_gradient(x64):
-  a = jnp.asarray(np.tril(np.random.default_rng(0).normal(size=(3, 16, 16)), -1))
+  a = jnp.asarray(
+      np.tril(np.random.default_rng(0).normal(size=(3, 16, 16)), -1)
+  )
   dense = lambda a: jnp.linalg.inv(jnp.eye(16)[None] + jnp.tril(a, -1))
   chex.assert_trees_all_close(
       unit_lower_inverse(a), dense(a), rtol=1e-9, atol=1e-9

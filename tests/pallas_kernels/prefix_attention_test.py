@@ -62,7 +62,10 @@ def test_blocks_equal_the_dense_softmax_in_value_and_gradient(
   q, k, v = inputs.pop("q"), inputs.pop("k"), inputs.pop("v")
   gradients = [
       jax.jit(
-          jax.grad(partial(loss, rest=inputs, implementation=implementation), (0, 1, 2))
+          jax.grad(
+              partial(loss, rest=inputs, implementation=implementation),
+              (0, 1, 2),
+          )
       )(q, k, v)
       for implementation in ("xla", "reference")
   ]
@@ -83,8 +86,11 @@ def test_parts_over_any_split_of_the_keys_merge_to_the_whole(x64):
       positions = inputs["k_positions"][:, start:stop]
       parts.append(
           op.prefix_attention(
-              q, k[:, start:stop], v[:, start:stop],
-              k_positions=positions, **rest,
+              q,
+              k[:, start:stop],
+              v[:, start:stop],
+              k_positions=positions,
+              **rest,
           )
       )
     return op.merge(parts)
@@ -112,9 +118,12 @@ def test_a_query_sees_exactly_the_keys_up_to_its_position():
   v = jnp.eye(10)[None, :, None]
   for position in range(10):
     part = op.prefix_attention(
-        q, jnp.zeros((1, 10, 1, 4)), v,
+        q,
+        jnp.zeros((1, 10, 1, 4)),
+        v,
         q_positions=jnp.array([[position]], jnp.int32),
-        k_positions=positions, scale=1.0,
+        k_positions=positions,
+        scale=1.0,
     )
     assert int((part.out > 0).sum()) == position + 1
     np.testing.assert_allclose(part.lse, np.log(position + 1), rtol=1e-6)
@@ -152,8 +161,10 @@ def test_bfloat16_keys_are_accumulated_in_float32():
 def test_rows_and_heads_that_do_not_divide_are_refused():
   inputs = problem(rows=2, share=1)
   with pytest.raises(ValueError, match="must be a multiple of the key rows"):
-    op.prefix_attention(**{
-        **inputs,
-        "q": inputs["q"][:1],
-        "q_positions": inputs["q_positions"][:1],
-    })
+    op.prefix_attention(
+        **{
+            **inputs,
+            "q": inputs["q"][:1],
+            "q_positions": inputs["q_positions"][:1],
+        }
+    )

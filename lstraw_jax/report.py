@@ -1,0 +1,327 @@
+"""What a run tells while it trains: a live line, a table, rows, a curve.
+
+1. `Report` prints a row of a table after each update. On a terminal a line
+   below it shows how far the present update is; a pipe or a file gets the rows
+   alone, without control characters.
+2. `metrics.jsonl` keeps every row in full, one JSON object a line, and is cut
+   back to where a resumed run begins.
+3. `plot_rewards` draws the curve.
+"""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from lstraw_jax.train_step import UpdateMetrics
+
+Row = dict[str, Any]
+
+_HEADER_EVERY = 20  # rows
+_LEGEND = (
+    "ratio, r.max: mean and maximum over tokens, policy / old policy",
+    "kl to the reference, entr(opy), gap |replay - sampler|: nats per token",
+    "ca(pture) re(spond) sc(ore) rp replay op(timizer): seconds",
+)
+_UNITS = ("", "k", "M", "G", "T", "P")
+_STAGES = {"capture": "capture chunk", "replay": "replay branch"}
+
+
+def make_row(
+    metrics: UpdateMetrics,
+    *,
+    step: int,
+    seconds: Mapping[str, float],
+    peak_bytes: int,
+    peak_source: str,
+) -> Row:
+  """Returns all there is to tell about an update, as JSON can hold it.
+
+  Args:
+    metrics: of the update.
+    step: optimizer steps taken, with this one.
+    seconds: spent in each phase of this update.
+    peak_bytes: most memory held so far.
+    peak_source: whose memory that is.
+
+  Returns:
+    `step`, the fields of `metrics` (those of `tokens` beside the others),
+    `tokens_per_s` over all phases, `seconds`, `peak_bytes`, `peak_source`. A
+    number that is not finite is None.
+  """
+  numbers = {"step": step, **metrics._asdict(), **metrics.tokens}
+  del numbers["tokens"]
+  tokens = metrics.prompt_tokens + metrics.response_tokens
+  spent = sum(seconds.values())
+  numbers["tokens_per_s"] = tokens / spent if spent else 0.0
+  return {
+      **{k: v if math.isfinite(v) else None for k, v in numbers.items()},
+      "seconds": dict(seconds),
+      "peak_bytes": peak_bytes,
+      "peak_source": peak_source,
+  }
+
+
+class Report(contextlib.AbstractContextManager):
+  """The table and the live line; as a `capture.Progress` it moves the line.
+
+  Progress may come from any thread. One object serves a whole run, so that
+  programs which contain it are compiled once.
+  """
+
+  def __init__(self, *, step: int, steps: int, console: Console | None = None):
+    """Begins a table.
+
+    Args:
+      step: optimizer steps already taken.
+      steps: optimizer steps of the whole run.
+      console: where to; default: standard output.
+    """
+    self._step = step
+    self._steps = steps
+    self._rows = 0
+    self._console = console or Console()
+    # Nothing wraps a file's lines; a terminal's must not be longer than it is.
+    width = self._console.width if self._console.is_terminal else math.inf
+    self._columns = _fitting(width)
+    self._line = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+        console=self._console,
+        transient=True,
+        disable=not self._console.is_interactive,
+    )
+    self._task = self._line.add_task(self._description("start"), total=1)
+
+  def __enter__(self) -> "Report":
+    self._line.start()
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    self._line.stop()
+
+  def __call__(self, stage: str, done: int, total: int) -> None:
+    """Shows that `done` of `total` parts of a stage are finished."""
+    self._line.update(
+        self._task,
+        description=self._description(_STAGES.get(stage, stage)),
+        completed=done,
+        total=total,
+    )
+
+  def add(self, row: Row) -> None:
+    """Prints the row of a finished update."""
+    if self._rows == 0:
+      for line in _LEGEND:
+        self._print(line, style="dim")
+    if self._rows % _HEADER_EVERY == 0:
+      titles = [column.title.rjust(column.width) for column in self._columns]
+      self._print(" ".join(titles), style="bold")
+    cells = [column.cell(row).rjust(column.width) for column in self._columns]
+    self._print(" ".join(cells))
+    self._rows += 1
+    self._step = row["step"]
+    self._line.reset(self._task, description=self._description("start"))
+
+  def _description(self, stage: str) -> str:
+    now = min(self._step + 1, self._steps)
+    return f"update {now}/{self._steps}: {stage}"
+
+  def _print(self, line: str, style: str = "") -> None:
+    fixed = self._console.is_terminal
+    self._console.print(
+        Text(line, style),  # as an argument of print it also styles the line
+        no_wrap=True,
+        overflow="crop" if fixed else "ignore",
+        crop=fixed,
+    )
+
+
+def append_row(path: str | os.PathLike[str], row: Row) -> None:
+  """Adds a row to `metrics.jsonl` and returns when it is on the disk."""
+  with open(path, "a", encoding="utf-8") as file:
+    file.write(json.dumps(row, allow_nan=False) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def truncate_after(path: str | os.PathLike[str], step: int) -> list[Row]:
+  """Cuts off the rows of updates after `step` and returns those that stay.
+
+  A last line that was not written to its end goes as well. A file that does not
+  exist has no rows. Call this before the first `append_row` of a run.
+
+  Raises:
+    ValueError: for another line that is not a row.
+  """
+  path = pathlib.Path(path)
+  lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+  rows, size = [], 0
+  for number, line in enumerate(lines, 1):
+    if not line.endswith(b"\n"):
+      break
+    try:
+      row = json.loads(line)
+      after = row["step"] > step
+    except (ValueError, TypeError, KeyError) as error:
+      raise ValueError(f"{path}:{number}: not a row: {line[:80]}") from error
+    if after:
+      break
+    rows.append(row)
+    size += len(line)
+  if size < sum(map(len, lines)):
+    os.truncate(path, size)
+  return rows
+
+
+def plot_rewards(
+    path: str | os.PathLike[str],
+    rows: Sequence[Row],
+    *,
+    title: str,
+    window: int = 10,
+) -> None:
+  """Draws the reward of each update and its mean over the last few.
+
+  Args:
+    path: of the PNG.
+    rows: of `make_row`, at least one.
+    title: facts about the run: model, tokens, responses per prompt.
+    window: updates up to and with each one that its mean is over.
+
+  Raises:
+    ValueError: without a row.
+  """
+  if not rows:
+    raise ValueError("rows=[]: want at least one")
+  steps = np.array([row["step"] for row in rows])
+  rewards = np.array([row["reward_mean"] for row in rows], float)
+  figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
+  FigureCanvasAgg(figure)  # and no pyplot, whose state is the whole process's
+  axes = figure.add_subplot()
+  axes.plot(
+      steps, rewards, ".-", color="0.7", lw=0.8, ms=4, label="each update"
+  )
+  axes.plot(
+      steps,
+      _moving_mean(rewards, window),
+      color="C0",
+      lw=2,
+      label=f"mean of the last {window}",
+  )
+  axes.set(xlabel="update", ylabel="mean reward of the responses")
+  axes.set_title(title, fontsize="medium", wrap=True)
+  axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+  axes.grid(alpha=0.3)
+  axes.spines[["top", "right"]].set_visible(False)
+  axes.legend(frameon=False)
+  figure.savefig(path, format="png")
+
+
+def _moving_mean(values: np.ndarray, window: int) -> list[float]:
+  """Returns the mean of each value and those before it, `window` at most."""
+  ends = range(1, len(values) + 1)
+  return [float(values[max(i - window, 0) : i].mean()) for i in ends]
+
+
+class _Column(NamedTuple):
+  title: str
+  width: int
+  cell: Callable[[Row], str]
+  dropped: int = 0  # where room lacks, the highest goes first; 0 stays
+
+
+def _number_column(title: str, width: int, field: str, dropped: int = 0):
+  return _Column(title, width, lambda row: _number(row[field], width), dropped)
+
+
+def _phase_column(title: str, phase: str, dropped: int):
+  cell = lambda row: _duration(row["seconds"].get(phase))
+  return _Column(title, 3, cell, dropped)
+
+
+def _fitting(width: float) -> list[_Column]:
+  """Returns the columns that fit side by side."""
+  columns = list(_COLUMNS)
+  while sum(column.width + 1 for column in columns) - 1 > width:
+    least = max(columns, key=lambda column: column.dropped)
+    if not least.dropped:
+      break
+    columns.remove(least)
+  return columns
+
+
+def _number(value: float | None, width: int) -> str:
+  """Returns a number with as many digits as fit, two of them significant."""
+  if value is None:
+    return "-"
+  if value == 0:
+    return "0"
+  for digits in range(width - 2, -1, -1):
+    text = f"{value:.{digits}f}"
+    if len(text) <= width and abs(value) >= 10.0 ** (1 - digits):
+      return text
+  texts = (f"{value:.{digits}e}" for digits in (1, 0))
+  texts = (t.replace("e+", "e").replace("e0", "e") for t in texts)
+  long, short = (t.replace("e-0", "e-") for t in texts)
+  return long if len(long) <= width else short
+
+
+def _scaled(value: float | None, base: int) -> str:
+  """Returns a number in four characters: 7.5, 130, 1.5k, 130M."""
+  if value is None:
+    return "-"
+  power = 0
+  while value >= 999.5 and power < len(_UNITS) - 1:
+    value, power = value / base, power + 1
+  return f"{value:.{1 if value < 9.95 else 0}f}{_UNITS[power]}"
+
+
+def _duration(seconds: float | None) -> str:
+  """Returns seconds in three characters: 1.5, 130, 25m, 3h."""
+  if seconds is None:
+    return "-"
+  if seconds < 999.5:
+    return f"{seconds:.{1 if seconds < 9.95 else 0}f}"
+  minutes = seconds / 60
+  return f"{minutes:.0f}m" if minutes < 99.5 else f"{minutes / 60:.0f}h"
+
+
+def _percent(share: float | None) -> str:
+  if share is None:
+    return "-"
+  return f"{100 * share:.{1 if share < 0.0995 else 0}f}%"
+
+
+_COLUMNS = (
+    _Column("step", 5, lambda row: str(row["step"])),
+    _number_column("loss", 7, "loss"),
+    _number_column("reward", 6, "reward_mean"),
+    _number_column("ratio", 5, "ratio_mean", 10),
+    _number_column("r.max", 5, "ratio_max", 4),
+    _Column("clip", 4, lambda row: _percent(row["clip_share"]), 5),
+    _number_column("kl", 5, "kl_nats", 6),
+    _number_column("entr", 5, "entropy_nats", 7),
+    _number_column("grad", 5, "grad_norm", 3),
+    _number_column("gap", 5, "sampler_gap_nats", 8),
+    _Column("tok/s", 5, lambda row: _scaled(row["tokens_per_s"], 1000), 2),
+    _phase_column("ca", "capture", 1),
+    _phase_column("re", "respond", 1),
+    _phase_column("sc", "score", 9),
+    _phase_column("rp", "replay", 1),
+    _phase_column("op", "optimizer", 9),
+    _Column("peak", 4, lambda row: _scaled(row["peak_bytes"], 1024), 2),
+)

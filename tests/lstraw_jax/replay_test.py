@@ -1,0 +1,385 @@
+"""Replay against one ordinary graph over all branches, and what it holds."""
+
+import dataclasses
+import functools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lstraw_jax.objectives import ObjectiveConfig
+from lstraw_jax.policy import make_policy
+from lstraw_jax.prompt_state import empty_prompt_state, nbytes
+from lstraw_jax.replay import ReplayConfig, replay, zero_gradients
+from lstraw_jax.rollouts import BranchBatch
+from lstraw_jax.scoring import score
+from modeling.qwen3_5 import abstract_model
+from tests import programs, tiny
+
+GRADIENT_TOLERANCE = 1e-10  # float64, relative to the largest entry of a leaf
+FLOAT64_TOLERANCE = 1e-12
+KINDS = {
+    "dense": tiny.config("tiny"),
+    "moe": tiny.config("tiny-moe"),
+    "adapters": tiny.config("tiny", lora=tiny.ALL_ADAPTERS),
+}
+PROMPT = tiny.tokens(21)
+LENGTHS = (1, 20, 5, 13)
+PLAIN = ReplayConfig(prompt_gradient="dropped", head_chunk_tokens=8)
+# Every term of the objective at once; tool tokens are masked.
+FULL = dataclasses.replace(
+    PLAIN,
+    temperature=0.7,
+    block_tokens=7,
+    objective=ObjectiveConfig(kl_coef=0.1, aggregation="token_mean"),
+)
+
+fast_replay = programs.fast_jit(replay, static_argnames=("config", "progress"))
+fast_score = programs.fast_jit(
+    score, static_argnames=("temperature", "block_tokens", "head_chunk_tokens")
+)
+
+
+@functools.cache
+def captured(kind, *, prompt_tokens=len(PROMPT)):
+  """The prompt's state under the policy of that kind."""
+  return tiny.captured(tiny.policy(KINDS[kind]), PROMPT[:prompt_tokens])
+
+
+def plain_branches():
+  """Four ragged responses whose every token carries loss."""
+  return tiny.branches(tiny.group(PROMPT, LENGTHS))
+
+
+def full_branches(kind):
+  """The same with tool tokens, old and reference log-probs at some distance."""
+  branches = tiny.branches(tiny.group(PROMPT, LENGTHS, masked=0.3))
+  scores = fast_score(
+      tiny.policy(KINDS[kind]),
+      captured(kind),
+      branches,
+      temperature=FULL.temperature,
+      block_tokens=64,
+      head_chunk_tokens=8,
+  ).log_probs
+  rng = np.random.default_rng(0)
+  near = lambda std: scores + std * rng.normal(size=scores.shape)
+  return dataclasses.replace(
+      branches, old_log_probs=near(0.4), ref_log_probs=near(0.4)
+  )
+
+
+def replayed(kind, branches, config=PLAIN, **settings):
+  """Replays branches behind the prompt, from zero gradients."""
+  policy = tiny.policy(KINDS[kind])
+  config = dataclasses.replace(config, **settings)
+  gradients = zero_gradients(policy)
+  return fast_replay(policy, captured(kind), branches, gradients, config=config)
+
+
+@partial(programs.fast_jit, static_argnames="config")
+def oracle(policy, prompt, branches, *, config):
+  """Loss, gradient and log-probs of all branches, as one batch in one graph.
+
+  The prompt's state is a constant. Nothing of the update is used but the model.
+  """
+  steps = branches.inputs.shape[1]
+  rows = branches.inputs.shape[0]
+
+  def loss(trainable):
+    model = policy.replace(trainable=trainable).model
+    offset = jnp.arange(steps, dtype=jnp.int32)[None]
+    positions = prompt.length[:, None] + offset
+    hidden, _ = model(
+        branches.inputs,
+        positions_BT=jnp.where(branches.valid, positions, -1),
+        prefixes=(prompt.prefix,) if prompt.capacity else (),
+        recurrent=jax.tree.map(
+            lambda x: jnp.repeat(x, rows, axis=2), prompt.recurrent
+        ),
+    )
+    logits = model.logits(hidden) / config.temperature
+    log_probs = jnp.take_along_axis(
+        jax.nn.log_softmax(logits), branches.targets[..., None], axis=-1
+    )[..., 0]
+    return grpo(log_probs, branches, config.objective), log_probs
+
+  (total, log_probs), gradients = jax.value_and_grad(loss, has_aux=True)(
+      policy.trainable
+  )
+  return total, gradients, jnp.where(branches.loss_mask, log_probs, 0.0)
+
+
+def grpo(log_probs, branches: BranchBatch, objective):
+  """The unnormalised loss of a group, written out."""
+  old = branches.old_log_probs
+  old = jax.lax.stop_gradient(log_probs) if old is None else old
+  ratio = jnp.exp(log_probs - old)
+  low, high = 1 - objective.clip_eps_low, 1 + objective.clip_eps_high
+  advantages = branches.advantages[:, None].astype(ratio.dtype)
+  losses = -jnp.minimum(
+      ratio * advantages, jnp.clip(ratio, low, high) * advantages
+  )
+  if objective.kl_coef:
+    apart = branches.ref_log_probs - log_probs
+    losses += objective.kl_coef * (jnp.exp(apart) - apart - 1)
+  weights = branches.loss_mask.astype(losses.dtype)
+  if objective.aggregation == "response_mean":
+    weights /= weights.sum(1, keepdims=True)
+  return jnp.where(branches.loss_mask, losses * weights, 0.0).sum()
+
+
+def assert_equals_oracle(kind, branches, found, config):
+  """Holds loss, gradients and log-probs against the oracle."""
+  loss, gradients, log_probs = oracle(
+      tiny.policy(KINDS[kind]), captured(kind), branches, config=config
+  )
+  assert tiny.largest_difference(found.gradients, gradients) < GRADIENT_TOLERANCE
+  np.testing.assert_allclose(found.loss, loss, rtol=GRADIENT_TOLERANCE)
+  np.testing.assert_allclose(
+      found.log_probs, log_probs, atol=FLOAT64_TOLERANCE * 10, rtol=0
+  )
+  leaves = jax.tree.leaves(jax.device_get(found.gradients))
+  assert leaves and all(np.abs(leaf).max() > 1e-6 for leaf in leaves)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_is_that_of_one_graph_behind_a_constant_prompt(x64, kind):
+  """Blocks of 7: most responses are longer than one."""
+  branches = plain_branches()
+  found = replayed(kind, branches, block_tokens=7)
+  assert_equals_oracle(kind, branches, found, PLAIN)
+
+
+def test_every_term_of_the_objective_reaches_the_gradient(x64):
+  branches = full_branches("dense")
+  found = replayed("dense", branches, FULL)
+  assert_equals_oracle("dense", branches, found, FULL)
+  mask = np.asarray(branches.loss_mask)
+  log_probs = np.asarray(found.log_probs)[mask]
+  ratio = np.exp(log_probs - np.asarray(branches.old_log_probs)[mask])
+  apart = np.asarray(branches.ref_log_probs)[mask] - log_probs
+  advantages = np.broadcast_to(branches.advantages[:, None], mask.shape)[mask]
+  clipped = ((advantages > 0) & (ratio > 1.28)) | (
+      (advantages < 0) & (ratio < 0.8)
+  )
+  assert 2 < clipped.sum() < mask.sum() - 2 and mask.sum() < sum(LENGTHS) - 4
+  stats = found.stats
+  assert stats.tokens == mask.sum() and stats.clipped == clipped.sum()
+  np.testing.assert_allclose(stats.ratio_sum, ratio.sum(), rtol=1e-10)
+  np.testing.assert_allclose(stats.ratio_max, ratio.max(), rtol=1e-10)
+  np.testing.assert_allclose(
+      stats.kl_sum, (np.exp(apart) - apart - 1).sum(), rtol=1e-10
+  )
+
+
+@pytest.mark.parametrize("block_tokens", [16, 7])
+def test_the_size_of_a_block_does_not_matter(x64, block_tokens):
+  whole = replayed("dense", plain_branches(), block_tokens=64)
+  cut = replayed("dense", plain_branches(), block_tokens=block_tokens)
+  assert tiny.largest_difference(cut, whole) < GRADIENT_TOLERANCE
+
+
+def test_the_first_ratio_is_exactly_one(x64):
+  for block_tokens in (64, 7):
+    found = replayed("dense", plain_branches(), block_tokens=block_tokens)
+    means = found.stats.means()
+    assert means["ratio_mean"] == means["ratio_max"] == 1.0
+    assert means["clip_share"] == means["kl_nats"] == 0.0
+
+
+def test_log_probs_and_entropy_are_those_of_scoring(x64):
+  branches = plain_branches()
+  scores = fast_score(
+      tiny.policy(KINDS["dense"]),
+      captured("dense"),
+      branches,
+      temperature=1.0,
+      block_tokens=64,
+      head_chunk_tokens=8,
+  )
+  found = replayed("dense", branches, block_tokens=7)
+  np.testing.assert_allclose(
+      found.log_probs, scores.log_probs, atol=FLOAT64_TOLERANCE, rtol=0
+  )
+  np.testing.assert_allclose(
+      found.stats.entropy_sum, scores.entropy.sum(), rtol=FLOAT64_TOLERANCE
+  )
+
+
+def test_a_group_adds_up_its_branches_one_by_one(x64):
+  branches = plain_branches()
+  whole = replayed("dense", branches, block_tokens=64)
+  policy = tiny.policy(KINDS["dense"])
+  gradients, loss, log_probs = zero_gradients(policy), 0.0, []
+  for index in range(len(LENGTHS)):
+    one = fast_replay(
+        policy,
+        captured("dense"),
+        jax.tree.map(lambda x, i=index: x[i : i + 1], branches),
+        gradients,
+        config=dataclasses.replace(PLAIN, block_tokens=64),
+    )
+    gradients, loss = one.gradients, loss + one.loss
+    log_probs.append(one.log_probs)
+  assert tiny.largest_difference(gradients, whole.gradients) < FLOAT64_TOLERANCE
+  np.testing.assert_allclose(loss, whole.loss, rtol=FLOAT64_TOLERANCE)
+  np.testing.assert_array_equal(np.concatenate(log_probs), whole.log_probs)
+
+
+def test_the_order_of_the_branches_does_not_matter(x64):
+  branches = plain_branches()
+  order = jnp.array([3, 1, 0, 2])
+  whole = replayed("dense", branches, block_tokens=64)
+  permuted = replayed(
+      "dense",
+      jax.tree.map(lambda x: x[order], branches),
+      block_tokens=64,
+  )
+  assert (
+      tiny.largest_difference(permuted.gradients, whole.gradients)
+      < FLOAT64_TOLERANCE
+  )
+  np.testing.assert_array_equal(permuted.log_probs, whole.log_probs[order])
+
+
+def test_one_token_behind_a_prompt_of_one_token_and_its_progress(x64):
+  """The prompt's state is empty: this is the gradient of the plain model."""
+  policy, calls = tiny.policy(KINDS["dense"]), []
+  prompt = captured("dense", prompt_tokens=1)
+  branches = tiny.branches(tiny.group(PROMPT[:1], (1, 1, 1)), multiple=1)
+  found = fast_replay(
+      policy,
+      prompt,
+      branches,
+      zero_gradients(policy),
+      config=PLAIN,
+      progress=lambda *call: calls.append(call),
+  )
+  jax.effects_barrier()
+  assert sorted(calls) == [("replay", n, 3) for n in (1, 2, 3)]
+  nothing = empty_prompt_state(KINDS["dense"], capacity=0)
+  loss, gradients, log_probs = oracle(policy, nothing, branches, config=PLAIN)
+  # Queries, keys and decay act on a state that is empty: their gradient is 0.
+  assert (
+      tiny.largest_difference(found.gradients, gradients) < GRADIENT_TOLERANCE
+  )
+  np.testing.assert_allclose(found.loss, loss, rtol=FLOAT64_TOLERANCE)
+  np.testing.assert_allclose(
+      found.log_probs, log_probs, atol=FLOAT64_TOLERANCE, rtol=0
+  )
+
+
+def test_replay_leaves_the_prompt_bitwise_as_it_was(x64):
+  before = tiny.copied(captured("dense"))
+  jax.block_until_ready(replayed("dense", plain_branches(), block_tokens=7))
+  assert not any(x.is_deleted() for x in jax.tree.leaves(captured("dense")))
+  jax.tree.map(
+      np.testing.assert_array_equal, tiny.copied(captured("dense")), before
+  )
+
+
+@pytest.mark.parametrize("value", ["exact", "none", "", None])
+def test_a_prompt_gradient_that_is_not_built_is_refused(value):
+  with pytest.raises(ValueError, match="want 'dropped'"):
+    ReplayConfig(prompt_gradient=value)
+  with pytest.raises(TypeError, match="prompt_gradient"):
+    ReplayConfig()
+
+
+@pytest.mark.parametrize(
+    "name,value",
+    [
+        ("temperature", 0.0),
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("block_tokens", 0),
+        ("head_chunk_tokens", 0),
+    ],
+)
+def test_settings_out_of_range_are_refused(name, value):
+  with pytest.raises(ValueError, match=f"{name}={value}: want"):
+    dataclasses.replace(PLAIN, **{name: value})
+
+
+# Sizes that occur nowhere else: a buffer's axes then tell what it holds.
+BLOCK, VOCAB, SLOTS, HEAD_ROWS = 1031, 263, 3072, 64
+LARGE = tiny.config(
+    dtype="float32",
+    vocab_size=VOCAB,
+    full_attention_interval=2,
+    num_hidden_layers=16,
+)
+
+
+@functools.cache
+def compiled(*, group_size=2, slots=SLOTS):
+  """Replay of responses of two blocks, compiled from shapes."""
+  policy = make_policy(abstract_model(LARGE))
+  shape = lambda dtype: jax.ShapeDtypeStruct((group_size, 2 * BLOCK), dtype)
+  branches = BranchBatch(
+      inputs=shape(jnp.int32),
+      targets=shape(jnp.int32),
+      valid=shape(bool),
+      loss_mask=shape(bool),
+      old_log_probs=shape(jnp.float32),
+      ref_log_probs=None,
+      advantages=jax.ShapeDtypeStruct((group_size,), jnp.float32),
+  )
+  config = dataclasses.replace(
+      PLAIN, block_tokens=BLOCK, head_chunk_tokens=HEAD_ROWS
+  )
+  return replay.lower(
+      policy,
+      jax.eval_shape(partial(empty_prompt_state, LARGE, capacity=slots)),
+      branches,
+      jax.eval_shape(zero_gradients, policy),
+      config=config,
+  ).compile(programs.FAST_OPTIONS)
+
+
+def test_memory_does_not_grow_with_the_group():
+  """Temporaries alone: of the inputs and outputs [G, R] grow, 18 B a token."""
+  few, many = compiled(group_size=2), compiled(group_size=16)
+  one_branch = programs.temp_bytes(few)
+  assert one_branch > 10 * nbytes(LARGE, capacity=BLOCK)  # a branch dominates
+  assert abs(programs.temp_bytes(many) / one_branch - 1) < 0.01
+
+
+def test_memory_grows_with_the_prompt_by_one_layer_of_its_state():
+  """No gradient of its keys and values exists, nor a copy of all layers."""
+  small, large = compiled(slots=SLOTS), compiled(slots=4 * SLOTS)
+  growth = programs.temp_bytes(large) - programs.temp_bytes(small)
+  state_growth = nbytes(LARGE, capacity=3 * SLOTS) - nbytes(LARGE, capacity=0)
+  assert growth < 1.02 * state_growth / LARGE.num_blocks
+  analyses = [program.memory_analysis() for program in (small, large)]
+  inputs = [analysis.argument_size_in_bytes for analysis in analyses]
+  assert inputs[1] - inputs[0] == state_growth
+
+
+def test_the_gradients_are_accumulated_in_place():
+  policy = make_policy(abstract_model(LARGE))
+  gradients = jax.tree.leaves(jax.eval_shape(zero_gradients, policy))
+  wanted = sum(leaf.size * leaf.dtype.itemsize for leaf in gradients)
+  assert compiled().memory_analysis().alias_size_in_bytes == wanted
+
+
+def test_no_buffer_holds_the_vocabulary_for_more_rows_than_a_chunk():
+  with_vocab = programs.buffers_with(compiled(), VOCAB)
+  assert (HEAD_ROWS, VOCAB) in with_vocab
+  rows = [np.prod(shape) // VOCAB for shape in with_vocab]
+  assert max(rows) == max(HEAD_ROWS, LARGE.hidden_size)
+
+
+@pytest.mark.parametrize(
+    "keys,count",
+    [("the block's own", BLOCK), ("the branch's", 2 * BLOCK), ("all", SLOTS)],
+)
+def test_no_buffer_holds_the_scores_of_a_block(keys, count):
+  """Attention pads keys to blocks of 512, so that size is looked for as well."""
+  padded = -(-count // 512) * 512
+  assert programs.buffers_with(compiled(), BLOCK, 512)
+  for size in {count, padded}:
+    assert not programs.buffers_with(compiled(), BLOCK, size)

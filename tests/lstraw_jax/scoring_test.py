@@ -1,0 +1,135 @@
+"""Scores behind a captured prompt against one pass over prompt and response."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lstraw_jax.log_probs import TokenScores
+from lstraw_jax.scoring import score
+from modeling.layer_state import empty_recurrent
+from tests import programs, tiny
+
+FLOAT64_TOLERANCE = 1e-11
+CONFIGS = {name: tiny.config(name) for name in ("tiny", "tiny-moe")}
+PROMPT = tiny.tokens(21)
+LENGTHS = (1, 20, 5, 13)
+TEMPERATURE = 0.7
+
+fast_score = programs.fast_jit(
+    score,
+    static_argnames=("temperature", "block_tokens", "head_chunk_tokens"),
+)
+
+
+@functools.cache
+def captured(name):
+  """The prompt's state under the policy of that name."""
+  return tiny.captured(tiny.policy(CONFIGS[name]), PROMPT)
+
+
+def scores(name, branches, *, block_tokens=64):
+  """Scores branches behind the prompt."""
+  return fast_score(
+      tiny.policy(CONFIGS[name]),
+      captured(name),
+      branches,
+      temperature=TEMPERATURE,
+      block_tokens=block_tokens,
+      head_chunk_tokens=3,
+  )
+
+
+@programs.fast_jit
+def full_pass(policy, sequences, lengths, targets):
+  """Scores of [G, R] targets by one pass over whole sequences [G, P - 1 + R]."""
+  offset = jnp.arange(sequences.shape[1], dtype=jnp.int32)[None]
+  hidden, _ = policy.model(
+      sequences,
+      positions_BT=jnp.where(offset < lengths[:, None], offset, -1),
+      prefixes=(),
+      recurrent=empty_recurrent(policy.config, batch=sequences.shape[0]),
+  )
+  logits = policy.model.logits(hidden[:, -targets.shape[1] :])
+  log_probs = jax.nn.log_softmax(logits / TEMPERATURE)
+  picked = jnp.take_along_axis(log_probs, targets[..., None], axis=-1)
+  return TokenScores(
+      picked[..., 0], -(jnp.exp(log_probs) * log_probs).sum(-1)
+  )
+
+
+def oracle(name, branches):
+  """Scores of one pass, 0 where nothing is asked."""
+  prompts = np.tile(PROMPT[None, :-1], (branches.inputs.shape[0], 1))
+  found = full_pass(
+      tiny.policy(CONFIGS[name]),
+      np.concatenate([prompts, branches.inputs], axis=1),
+      len(PROMPT) - 1 + branches.valid.sum(1, dtype=jnp.int32),
+      branches.targets,
+  )
+  return jax.tree.map(
+      lambda x: np.where(branches.loss_mask, x, 0), jax.device_get(found)
+  )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("block_tokens", [64, 7])
+def test_ragged_responses_score_as_in_one_pass(x64, name, block_tokens):
+  branches = tiny.branches(tiny.group(PROMPT, LENGTHS))
+  found = scores(name, branches, block_tokens=block_tokens)
+  wanted = oracle(name, branches)
+  assert found.log_probs.shape == (4, 20)
+  for ours, theirs in zip(found, wanted, strict=True):
+    np.testing.assert_allclose(ours, theirs, atol=FLOAT64_TOLERANCE, rtol=0)
+  mask = np.asarray(branches.loss_mask)
+  assert mask.sum(1).tolist() == list(LENGTHS)
+  assert (found.log_probs[mask] < 0).all()
+  assert (found.log_probs[~mask] == 0).all()
+
+
+def test_a_token_without_loss_is_context_all_the_same(x64):
+  group = tiny.group(PROMPT, LENGTHS)
+  masked = tiny.group(PROMPT, LENGTHS, masked=0.5)
+  mask = np.asarray(tiny.branches(masked).loss_mask)
+  assert 5 < mask.sum() < sum(LENGTHS) - 5
+  whole = scores("tiny", tiny.branches(group)).log_probs
+  found = scores("tiny", tiny.branches(masked)).log_probs
+  np.testing.assert_array_equal(found, np.where(mask, whole, 0))
+
+
+def test_a_response_scores_the_same_whatever_its_siblings(x64):
+  branches = tiny.branches(tiny.group(PROMPT, LENGTHS))
+  order = jnp.array([2, 0, 3, 1])
+  whole = scores("tiny", branches)
+  permuted = scores("tiny", jax.tree.map(lambda x: x[order], branches))
+  jax.tree.map(
+      lambda ours, theirs: np.testing.assert_array_equal(ours, theirs[order]),
+      permuted,
+      whole,
+  )
+
+
+def test_padding_tokens_do_not_matter(x64):
+  branches = tiny.branches(tiny.group(PROMPT, LENGTHS))
+  garbage = lambda x: jnp.where(branches.valid, x, 77)
+  changed = dataclasses.replace(
+      branches,
+      inputs=garbage(branches.inputs),
+      targets=garbage(branches.targets),
+  )
+  jax.tree.map(
+      np.testing.assert_array_equal,
+      scores("tiny", changed, block_tokens=7),
+      scores("tiny", branches, block_tokens=7),
+  )
+
+
+def test_scoring_leaves_the_prompt_bitwise_as_it_was(x64):
+  before = tiny.copied(captured("tiny"))
+  scores("tiny", tiny.branches(tiny.group(PROMPT, LENGTHS)))
+  jax.tree.map(
+      np.testing.assert_array_equal, tiny.copied(captured("tiny")), before
+  )

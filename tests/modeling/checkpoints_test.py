@@ -1,0 +1,600 @@
+"""Hugging Face checkpoints in and out."""
+
+import json
+import logging
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from modeling import checkpoint_files, checkpoint_names, checkpoints, presets
+from modeling.qwen3_5_config import LoraConfig, Qwen3_5Config, RopeConfig
+from tests.random_model import random_model
+
+DENSE = presets.preset("tiny").replace(
+    vocab_size=32, hidden_size=16, num_hidden_layers=8
+)
+MOE = presets.preset("tiny-moe").replace(
+    vocab_size=32, hidden_size=16, num_hidden_layers=8
+)
+TIED = DENSE.replace(tie_word_embeddings=True)
+TEXT, VISION_LANGUAGE = "model.", "model.language_model."
+VISION = "model.visual.patch_embed.proj.weight"
+MTP = ("mtp.fc.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight")
+
+
+def official_shapes(config: Qwen3_5Config) -> dict[str, tuple[int, ...]]:
+  """Names and shapes of the published files, written down by hand."""
+  hidden, size = config.hidden_size, config.head_dim
+  queries = config.num_attention_heads * size
+  keys = config.num_key_value_heads * size
+  values = config.linear_num_value_heads * config.linear_value_head_dim
+  gates, channels = config.linear_num_value_heads, config.conv_channels
+  full = {
+      "self_attn.q_proj.weight": (2 * queries, hidden),
+      "self_attn.k_proj.weight": (keys, hidden),
+      "self_attn.v_proj.weight": (keys, hidden),
+      "self_attn.o_proj.weight": (hidden, queries),
+      "self_attn.q_norm.weight": (size,),
+      "self_attn.k_norm.weight": (size,),
+  }
+  linear = {
+      "linear_attn.in_proj_qkv.weight": (channels, hidden),
+      "linear_attn.in_proj_z.weight": (values, hidden),
+      "linear_attn.in_proj_b.weight": (gates, hidden),
+      "linear_attn.in_proj_a.weight": (gates, hidden),
+      "linear_attn.conv1d.weight": (channels, 1, 4),
+      "linear_attn.A_log": (gates,),
+      "linear_attn.dt_bias": (gates,),
+      "linear_attn.norm.weight": (config.linear_value_head_dim,),
+      "linear_attn.out_proj.weight": (hidden, values),
+  }
+  every = {
+      "input_layernorm.weight": (hidden,),
+      "post_attention_layernorm.weight": (hidden,),
+  }
+  if config.moe is None:
+    inner, mlp = config.intermediate_size, "mlp"
+  else:
+    moe = config.moe
+    inner, mlp = moe.shared_expert_intermediate_size, "mlp.shared_expert"
+    experts, expert_inner = moe.num_experts, moe.moe_intermediate_size
+    every |= {
+        "mlp.gate.weight": (experts, hidden),
+        "mlp.experts.gate_up_proj": (experts, 2 * expert_inner, hidden),
+        "mlp.experts.down_proj": (experts, hidden, expert_inner),
+        "mlp.shared_expert_gate.weight": (1, hidden),
+    }
+  every |= {
+      f"{mlp}.gate_proj.weight": (inner, hidden),
+      f"{mlp}.up_proj.weight": (inner, hidden),
+      f"{mlp}.down_proj.weight": (hidden, inner),
+  }
+  shapes = {
+      "embed_tokens.weight": (config.vocab_size, hidden),
+      "norm.weight": (hidden,),
+  }
+  for layer in range(config.num_hidden_layers):
+    mixer = full if layer % 4 == 3 else linear
+    shapes |= {
+        f"layers.{layer}.{name}": shape
+        for name, shape in (every | mixer).items()
+    }
+  if not config.tie_word_embeddings:
+    shapes["lm_head.weight"] = (config.vocab_size, hidden)
+  return shapes
+
+
+def draw(config, dtype=np.float32):
+  """Random tensors by plain name."""
+  rng = np.random.default_rng(0)
+  return {
+      name: rng.normal(size=shape).astype(dtype)
+      for name, shape in official_shapes(config).items()
+  }
+
+
+def per_expert(tensors):
+  """The same with a tensor for each expert."""
+  split = {}
+  for name, tensor in tensors.items():
+    parent, _, last = name.rpartition(".")
+    names = {
+        "gate_up_proj": ("gate_proj", "up_proj"),
+        "down_proj": ("down_proj",),
+    }.get(last, ())
+    for part, columns in zip(
+        names, np.split(tensor, max(1, len(names)), axis=min(1, tensor.ndim - 1)),
+        strict=False,
+    ):  # fmt: skip
+      for expert, matrix in enumerate(columns):
+        split[f"{parent}.{expert}.{part}.weight"] = matrix
+    if not names:
+      split[name] = tensor
+  return split
+
+
+def named(tensors, prefix=TEXT):
+  """The same under the names that files use."""
+  return {
+      name if name.startswith("lm_head") else prefix + name: tensor
+      for name, tensor in tensors.items()
+  }
+
+
+def write(directory, tensors, config=DENSE):
+  """A checkpoint of one file."""
+  directory.mkdir(exist_ok=True)
+  contiguous = {n: np.ascontiguousarray(x) for n, x in tensors.items()}
+  save_file(contiguous, directory / "model.safetensors")
+  (directory / "config.json").write_text(json.dumps(config.to_hf()))
+  return directory
+
+
+def write_sharded(directory, *shards):
+  """A checkpoint of several files with their index."""
+  directory.mkdir()
+  weight_map = {}
+  for i, tensors in enumerate(shards):
+    save_file(tensors, directory / f"shard-{i}.safetensors")
+    weight_map |= {name: f"shard-{i}.safetensors" for name in tensors}
+  index = json.dumps({"weight_map": weight_map})
+  (directory / "model.safetensors.index.json").write_text(index)
+  return directory
+
+
+def halves(tensors):
+  names = sorted(tensors)
+  return (
+      {name: tensors[name] for name in names[::2]},
+      {name: tensors[name] for name in names[1::2]},
+  )
+
+
+def assert_same_tensors(ours, expected):
+  assert ours.keys() == expected.keys()
+  for name, tensor in expected.items():
+    assert ours[name].dtype == tensor.dtype, name
+    np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+
+
+def refusal(call, *args, **kwargs):
+  with pytest.raises(ValueError) as caught:
+    call(*args, **kwargs)
+  return str(caught.value)
+
+
+@pytest.mark.parametrize("prefix", [TEXT, VISION_LANGUAGE])
+@pytest.mark.parametrize(
+    "config", [DENSE, TIED, MOE], ids=["dense", "tied", "moe"]
+)
+def test_every_tensor_survives_load_and_save(tmp_path, config, prefix):
+  tensors = draw(config)
+  source = write(tmp_path / "source", named(tensors, prefix), config)
+  read = checkpoints.load_config(source, dtype="float32", param_dtype="float32")
+  assert read == config
+  model, report = checkpoints.load_model(source, config=read)
+  assert report.loaded == len(tensors)
+  assert not report.vision and not report.mtp and not report.fresh
+  checkpoints.save_model(model, tmp_path / "out")
+  assert_same_tensors(
+      load_file(tmp_path / "out" / "model.safetensors"), named(tensors)
+  )
+  assert (
+      checkpoints.load_config(
+          tmp_path / "out", dtype="float32", param_dtype="float32"
+      )
+      == config
+  )
+
+
+def test_experts_may_have_tensors_of_their_own(tmp_path):
+  tensors = draw(MOE)
+  source = write(tmp_path / "source", named(per_expert(tensors)))
+  model, report = checkpoints.load_model(source, config=MOE)
+  # 3 * 8 matrices in the place of 2 tensors, in 8 layers.
+  assert report.loaded == len(tensors) + 8 * (3 * 8 - 2)
+  checkpoints.save_model(model, tmp_path / "out")
+  assert_same_tensors(
+      load_file(tmp_path / "out" / "model.safetensors"), named(tensors)
+  )
+
+
+def test_layers_stand_in_their_block_and_kernels_are_transposed(tmp_path):
+  tensors = draw(DENSE)
+  model, _ = checkpoints.load_model(
+      write(tmp_path / "source", named(tensors, "language_model.model.")),
+      config=DENSE,
+  )
+  layers = model.blocks.linear_layers
+  np.testing.assert_array_equal(
+      layers.mlp.up_proj.kernel[1, 2],
+      tensors["layers.6.mlp.up_proj.weight"].T,
+  )
+  np.testing.assert_array_equal(
+      layers.linear_attn.conv1d[0, 1],
+      tensors["layers.1.linear_attn.conv1d.weight"][:, 0].T,
+  )
+  np.testing.assert_array_equal(
+      model.blocks.full_layer.self_attn.q_norm.weight[1],
+      tensors["layers.7.self_attn.q_norm.weight"],
+  )
+
+
+def test_a_checkpoint_in_shards_loads_as_one(tmp_path):
+  tensors = named(draw(DENSE))
+  shards = write_sharded(tmp_path / "shards", *halves(tensors))
+  model, _ = checkpoints.load_model(shards, config=DENSE)
+  checkpoints.save_model(model, tmp_path / "out")
+  assert_same_tensors(
+      load_file(tmp_path / "out" / "model.safetensors"), tensors
+  )
+
+
+def test_shards_are_written_below_their_limit(tmp_path):
+  tensors = named(draw(DENSE))
+  source = write(tmp_path / "source", tensors)
+  model, _ = checkpoints.load_model(source, config=DENSE)
+  checkpoints.save_model(model, tmp_path / "out", max_shard_bytes=60_000)
+
+  index = checkpoint_files.read_json(
+      tmp_path / "out" / "model.safetensors.index.json"
+  )
+  files = sorted(set(index["weight_map"].values()))
+  assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+  loaded = {}
+  for file in files:
+    shard = load_file(tmp_path / "out" / file)
+    assert sum(x.nbytes for x in shard.values()) <= 60_000
+    assert all(index["weight_map"][name] == file for name in shard)
+    loaded |= shard
+  assert_same_tensors(loaded, tensors)
+  total = sum(x.nbytes for x in tensors.values())
+  assert index["metadata"]["total_size"] == total
+  assert len(files) == pytest.approx(total / 60_000, rel=0.3)
+
+
+def test_a_tensor_larger_than_a_shard_gets_its_own(tmp_path):
+  checkpoints.save_model(
+      random_model(DENSE), tmp_path / "out", max_shard_bytes=1
+  )
+  assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(draw(DENSE))
+
+
+def test_vision_and_mtp_are_skipped_and_reported(tmp_path, caplog):
+  tensors = named(draw(MOE), VISION_LANGUAGE)
+  extra = {name: np.ones((2, 2), np.float32) for name in (VISION, *MTP)}
+  source = write(tmp_path / "source", tensors | extra)
+  with caplog.at_level(logging.INFO, logger="absl"):
+    _, report = checkpoints.load_model(source, config=MOE)
+  assert report.vision == (VISION,)
+  assert sorted(report.mtp) == sorted(MTP)
+  assert report.loaded == len(tensors)
+  (record,) = [r for r in caplog.records if "skipped" in r.message]
+  assert "1 of vision and 2 of MTP skipped" in record.message
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str
+)
+def test_weights_take_the_dtype_of_the_model(tmp_path, dtype):
+  tensors = draw(DENSE, dtype)
+  config = DENSE.replace(param_dtype="bfloat16")
+  source = write(tmp_path / "source", named(tensors))
+  model, _ = checkpoints.load_model(source, config=config)
+  kept = {"A_log", "dt_bias", "norm.weight"}
+  for path, leaf in checkpoint_names.leaves(model).items():
+    is_kept = "linear_attn" in path and any(
+        ".".join(path).endswith(name) for name in kept
+    )
+    assert leaf.dtype == ("float32" if is_kept else "bfloat16"), path
+  mixer = model.blocks.linear_layers.linear_attn
+  np.testing.assert_array_equal(
+      mixer.A_log[0, 0],
+      tensors["layers.0.linear_attn.A_log"].astype(np.float32),
+  )
+  np.testing.assert_array_equal(
+      mixer.in_proj_z.kernel[0, 0],
+      tensors["layers.0.linear_attn.in_proj_z.weight"]
+      .astype(ml_dtypes.bfloat16)
+      .T,
+  )
+  checkpoints.save_model(model, tmp_path / "out")
+  saved = load_file(tmp_path / "out" / "model.safetensors")
+  assert saved["model.layers.0.linear_attn.A_log"].dtype == np.float32
+  assert saved["lm_head.weight"].dtype == ml_dtypes.bfloat16
+
+
+def test_leaves_go_where_they_are_sent(tmp_path):
+  source = write(tmp_path / "source", named(draw(DENSE)))
+  mesh = jax.make_mesh(
+      (2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+
+  def sharding(variable):
+    names = variable.get_metadata("out_sharding")
+    spec = ["tensor" if name == "mlp" else None for name in names]
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+  model, _ = checkpoints.load_model(source, config=DENSE, sharding=sharding)
+  kernel = model.blocks.full_layer.mlp.up_proj.kernel[...]
+  assert kernel.sharding.shard_shape(kernel.shape) == (2, 16, 64)
+  plain, _ = checkpoints.load_model(source, config=DENSE)
+  np.testing.assert_array_equal(
+      kernel, plain.blocks.full_layer.mlp.up_proj.kernel[...]
+  )
+
+
+LORA = LoraConfig(rank=4, alpha=2.0, targets=("in_proj_qkv", "down_proj"))
+
+
+def test_adapters_are_drawn_as_for_a_new_model(tmp_path):
+  source = write(tmp_path / "source", named(draw(DENSE)))
+  config = DENSE.replace(lora=LORA)
+  model, report = checkpoints.load_model(source, config=config, lora_seed=1)
+  leaves = checkpoint_names.leaves(model)
+  adapters = {path for path in leaves if path[-1] in ("lora_a", "lora_b")}
+  assert set(report.fresh) == {".".join(path) for path in adapters}
+  assert {path[-2] for path in adapters} == set(LORA.targets)
+  for path in adapters:
+    leaf = np.asarray(leaves[path])
+    assert leaf.dtype == np.float32
+    if path[-1] == "lora_b":
+      assert not leaf.any()
+    else:
+      assert leaf.std() == pytest.approx(leaf.shape[-2] ** -0.5, rel=0.3)
+  a = model.blocks.linear_layers.linear_attn.in_proj_qkv.lora_a[...]
+  assert np.unique(a).size == a.size  # no layer repeats another
+  other, _ = checkpoints.load_model(source, config=config, lora_seed=2)
+  assert (
+      other.blocks.linear_layers.linear_attn.in_proj_qkv.lora_a[...] != a
+  ).all()
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_adapters_are_merged_into_what_is_saved(tmp_path, param_dtype):
+  config = DENSE.replace(lora=LORA, param_dtype=param_dtype)
+  model = random_model(config)
+  checkpoints.save_model(model, tmp_path / "out")
+  saved = load_file(tmp_path / "out" / "model.safetensors")
+  assert saved.keys() == named(draw(DENSE)).keys()
+  layers = model.blocks.linear_layers.linear_attn
+  kernel, a, b = (
+      np.asarray(leaf[1, 2]).astype(np.float32)
+      for leaf in (
+          layers.in_proj_qkv.kernel,
+          layers.in_proj_qkv.lora_a,
+          layers.in_proj_qkv.lora_b,
+      )
+  )
+  merged = saved["model.layers.6.linear_attn.in_proj_qkv.weight"]
+  assert merged.dtype == param_dtype
+  np.testing.assert_array_equal(
+      merged, (kernel + np.float32(0.5) * (a @ b)).astype(param_dtype).T
+  )
+  np.testing.assert_array_equal(
+      saved["model.layers.6.linear_attn.in_proj_z.weight"],
+      np.asarray(layers.in_proj_z.kernel[1, 2]).T,
+  )
+
+
+def test_all_that_does_not_fit_is_named_at_once(tmp_path):
+  tensors = named(draw(DENSE))
+  del tensors["model.norm.weight"]
+  del tensors["model.layers.3.self_attn.q_proj.weight"]
+  tensors["model.layers.0.mlp.gate_proj.bias"] = np.zeros(3, np.float32)
+  tensors["model.layers.8.input_layernorm.weight"] = np.zeros(3, np.float32)
+  embed = "model.embed_tokens.weight"
+  tensors[embed] = tensors[embed][:-1]
+  quantised = "model.layers.1.mlp.up_proj.weight"
+  tensors[quantised] = tensors[quantised].astype(np.int8)
+  source = write(tmp_path / "source", tensors)
+  assert refusal(checkpoints.load_model, source, config=DENSE) == (
+      f"directory={str(source)!r} does not fit the model:"
+      "\n  2 missing:"
+      "\n    norm.weight"
+      "\n    layers.3.self_attn.q_proj.weight"
+      "\n  2 unexpected:"
+      "\n    model.layers.0.mlp.gate_proj.bias"
+      "\n    model.layers.8.input_layernorm.weight"
+      "\n  1 misshaped:"
+      "\n    model.embed_tokens.weight (31, 16), want (32, 16)"
+      "\n  1 of an unsupported dtype:"
+      "\n    model.layers.1.mlp.up_proj.weight I8, want one of BF16, F16, F32,"
+      " F64"
+  )
+
+
+def test_long_lists_are_cut(tmp_path):
+  source = write(tmp_path / "source", {"x": np.zeros(1, np.float32)})
+  message = refusal(checkpoints.load_model, source, config=DENSE)
+  total = len(draw(DENSE))
+  assert f"{total} missing:" in message and f"and {total - 20} more" in message
+
+
+@pytest.mark.parametrize("drop", ["gate_proj", "up_proj", "down_proj"])
+def test_a_missing_expert_is_named(tmp_path, drop):
+  tensors = per_expert(draw(MOE))
+  name = f"layers.2.mlp.experts.5.{drop}.weight"
+  del tensors[name]
+  source = write(tmp_path / "source", named(tensors))
+  message = refusal(checkpoints.load_model, source, config=MOE)
+  assert f"1 missing:\n    {name}" in message
+
+
+def test_a_tied_model_takes_a_copy_of_the_embedding_for_its_head(tmp_path):
+  tensors = named(draw(TIED))
+  head = tensors["model.embed_tokens.weight"].copy()
+  source = write(tmp_path / "copy", tensors | {"lm_head.weight": head})
+  model, report = checkpoints.load_model(source, config=TIED)
+  assert model.lm_head is None and report.loaded == len(tensors)
+  head[3, 3] += 1.0
+  source = write(tmp_path / "other", tensors | {"lm_head.weight": head})
+  message = refusal(checkpoints.load_model, source, config=TIED)
+  assert "lm_head.weight differs from model.embed_tokens.weight" in message
+
+
+def test_an_untied_model_needs_its_head(tmp_path):
+  source = write(tmp_path / "source", named(draw(TIED)))
+  message = refusal(checkpoints.load_model, source, config=DENSE)
+  assert "1 missing:\n    lm_head.weight" in message
+
+
+def test_a_tensor_under_two_prefixes_is_refused(tmp_path):
+  tensors = named(draw(DENSE))
+  twice = {"model.language_model.norm.weight": tensors["model.norm.weight"]}
+  source = write(tmp_path / "source", tensors | twice)
+  message = refusal(checkpoints.load_model, source, config=DENSE)
+  assert "are both 'norm.weight'" in message
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+  first, second = halves(named(draw(DENSE)))
+  name = next(iter(first))
+  source = write_sharded(
+      tmp_path / "source", first, second | {name: first[name]}
+  )
+  message = refusal(checkpoints.load_model, source, config=DENSE)
+  assert f"tensor {name!r} is in another shard too" in message
+
+
+def test_an_absent_shard_is_named(tmp_path):
+  source = write_sharded(tmp_path / "source", *halves(named(draw(DENSE))))
+  (source / "shard-1.safetensors").unlink()
+  message = refusal(checkpoints.load_model, source, config=DENSE)
+  assert str(source) in message and "lacks shard-1.safetensors" in message
+
+
+@pytest.mark.parametrize(
+    "index", ["{}", '{"weight_map": {}}', '{"weight_map": []}']
+)
+def test_an_index_without_shards_is_refused(tmp_path, index):
+  (tmp_path / "model.safetensors.index.json").write_text(index)
+  message = refusal(checkpoints.load_model, tmp_path, config=DENSE)
+  assert "has no weight_map" in message
+
+
+def test_a_directory_without_weights_is_refused(tmp_path):
+  for directory in (tmp_path, tmp_path / "absent"):
+    message = refusal(checkpoints.load_model, directory, config=DENSE)
+    assert str(directory) in message
+    assert (
+        "neither model.safetensors nor model.safetensors.index.json" in message
+    )
+
+
+@pytest.mark.parametrize("keep", [0, 4, 5000, -1], ids=str)
+def test_a_file_cut_short_is_named(tmp_path, keep):
+  path = write(tmp_path / "source", named(draw(DENSE))) / "model.safetensors"
+  path.write_bytes(path.read_bytes()[:keep])
+  message = refusal(checkpoints.load_model, path.parent, config=DENSE)
+  assert f"{path} is damaged or no safetensors file" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "does not exist"),
+        ("{", "is not JSON"),
+        ("[]", "holds a list"),
+        ("{}", "config.json lacks vocab_size"),
+        (
+            json.dumps(DENSE.to_hf() | {"model_type": "llama"}),
+            "model_type='llama' is not supported",
+        ),
+    ],
+)
+def test_a_bad_config_is_refused_with_its_directory(tmp_path, text, reason):
+  if text is not None:
+    (tmp_path / "config.json").write_text(text)
+  message = refusal(checkpoints.load_config, tmp_path)
+  assert f"directory={str(tmp_path)!r}" in message and reason in message
+
+
+def test_what_exists_is_not_overwritten(tmp_path):
+  model = random_model(DENSE)
+  (tmp_path / "full").mkdir()
+  (tmp_path / "full" / "notes.txt").write_text("mine")
+  (tmp_path / "file").write_text("mine")
+  for name in ("full", "file"):
+    message = refusal(checkpoints.save_model, model, tmp_path / name)
+    assert "exists and is not an empty directory" in message
+  assert (tmp_path / "file").read_text() == "mine"
+  (tmp_path / "empty").mkdir()
+  checkpoints.save_model(model, tmp_path / "empty")
+  assert (tmp_path / "empty" / "model.safetensors").exists()
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
+  def fail(tensors, path, **_):
+    pathlib.Path(path).write_bytes(b"half")
+    raise OSError("No space left on device")
+
+  monkeypatch.setattr(checkpoint_files.safetensors.numpy, "save_file", fail)
+  with pytest.raises(OSError, match="No space left"):
+    checkpoints.save_model(random_model(DENSE), tmp_path / "out")
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_configuration_without_a_file_format_is_refused_first(tmp_path):
+  model = random_model(DENSE.replace(rope=RopeConfig(inv_freq=(1.0,) * 4)))
+  message = refusal(checkpoints.save_model, model, tmp_path / "out")
+  assert "rope.inv_freq" in message and not list(tmp_path.iterdir())
+
+
+MEASURE_LOAD = """
+import pathlib, sys
+from modeling import checkpoints
+
+def status(field):
+  text = pathlib.Path("/proc/self/status").read_text()
+  return int(text.split(field + ":")[1].split()[0]) * 1024
+
+config = checkpoints.load_config(sys.argv[1])
+small, _ = checkpoints.load_model(sys.argv[2], config=checkpoints.load_config(sys.argv[2]))
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+before = status("VmRSS")
+model, _ = checkpoints.load_model(sys.argv[1], config=config)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/clear_refs").exists(), reason="needs Linux"
+)
+def test_a_load_takes_the_model_and_one_tensor(tmp_path):
+  config = DENSE.replace(
+      hidden_size=512, intermediate_size=8192, param_dtype="bfloat16"
+  )
+  for name, size in (("large", config), ("small", DENSE)):
+    zeros = {
+        name: np.zeros(shape, ml_dtypes.bfloat16)
+        for name, shape in official_shapes(size).items()
+    }
+    write(tmp_path / name, named(zeros), size)
+  large = (tmp_path / "large" / "model.safetensors").stat().st_size
+  assert large > 200e6
+  result = subprocess.run(
+      [
+          sys.executable,
+          "-c",
+          MEASURE_LOAD,
+          tmp_path / "large",
+          tmp_path / "small",
+      ],
+      capture_output=True,
+      check=True,
+      text=True,
+      timeout=120,
+      cwd=pathlib.Path(__file__).parents[2],
+  )
+  print(result.stdout, large)
+  # Measured: the model and 18 MB; a tensor is 8 MB, a stacked leaf 50 MB.
+  assert int(result.stdout) < large + 40e6

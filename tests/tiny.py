@@ -1,0 +1,109 @@
+"""Tiny policies, prompts and responses, at random, for tests of the update."""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lstraw_jax import capture
+from lstraw_jax.policy import Policy, make_policy
+from lstraw_jax.prompt_state import PromptState
+from lstraw_jax.rollouts import (
+    BranchBatch,
+    Rollout,
+    RolloutGroup,
+    to_branch_batch,
+)
+from modeling.presets import preset
+from modeling.qwen3_5_config import LINEAR_NAMES, LoraConfig, Qwen3_5Config
+from tests import programs
+from tests.random_model import random_model
+
+ALL_ADAPTERS = LoraConfig(rank=2, alpha=4.0, targets=LINEAR_NAMES)
+CAPTURE_CHUNK = programs.fast_jit(
+    capture.capture_chunk, donate_argnames="state"
+)
+
+
+def config(name: str = "tiny", *, dtype: str = "float64", **changes):
+  """Returns a preset with two blocks of two linear layers and a full one."""
+  layers = dict(num_hidden_layers=6, full_attention_interval=3)
+  return preset(name).replace(
+      **(layers | dict(dtype=dtype, param_dtype=dtype) | changes)
+  )
+
+
+@functools.cache
+def policy(config: Qwen3_5Config, *, seed: int = 0) -> Policy:
+  """Returns a policy whose arrays all tests share: none may consume them."""
+  return make_policy(random_model(config, seed=seed))
+
+
+def fresh(policy: Policy) -> Policy:
+  """Returns a copy whose trained weights may be consumed."""
+  return policy.replace(trainable=jax.tree.map(jnp.copy, policy.trainable))
+
+
+def captured(policy: Policy, prompt_tokens: np.ndarray) -> PromptState:
+  """Captures a prompt in chunks of 8, by a program that compiles fast."""
+  with mock.patch.object(capture, "capture_chunk", CAPTURE_CHUNK):
+    return capture.capture(policy, prompt_tokens, chunk_tokens=8)
+
+
+def tokens(count: int, *, seed: int = 0, vocab_size: int = 256) -> np.ndarray:
+  """Returns random token ids."""
+  rng = np.random.default_rng(seed)
+  return rng.integers(0, vocab_size, count).astype(np.int32)
+
+
+def group(
+    prompt_tokens: np.ndarray,
+    lengths: tuple[int, ...],
+    *,
+    masked: float = 0.0,
+    seed: int = 1,
+) -> RolloutGroup:
+  """Returns responses of given lengths; `masked` is the share left out."""
+  rng = np.random.default_rng(seed)
+  return RolloutGroup(
+      group_id="a",
+      prompt_tokens=prompt_tokens,
+      rollouts=tuple(
+          Rollout(
+              tokens=tokens(length, seed=seed + 100 + index),
+              reward=float(rng.normal()),
+              log_probs=None,
+              loss_mask=rng.random(length) >= masked,
+          )
+          for index, length in enumerate(lengths)
+      ),
+  )
+
+
+def copied(tree):
+  """Returns the arrays of a pytree as numpy arrays of their own."""
+  return jax.tree.map(lambda x: np.array(x, copy=True), tree)
+
+
+def largest_difference(got, wanted) -> float:
+  """Returns the largest error of any leaf, relative to its largest entry."""
+  got, wanted = jax.device_get((got, wanted))
+  errors = jax.tree.map(
+      lambda x, y: np.abs(x - y).max() / max(np.abs(y).max(), 1e-300),
+      got,
+      wanted,
+  )
+  return float(max(jax.tree.leaves(errors)))
+
+
+def branches(group: RolloutGroup, *, multiple: int = 4) -> BranchBatch:
+  """Pads a group; its advantages are its rewards."""
+  rewards = [rollout.reward for rollout in group.rollouts]
+  return to_branch_batch(
+      group,
+      advantages=np.array(rewards),
+      multiple=multiple,
+      old_log_probs_from_rollouts=False,
+  )
