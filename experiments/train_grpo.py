@@ -37,7 +37,7 @@ from lstraw_jax.train_state import make_train_state
 from lstraw_jax.train_step import train_step
 
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", "experiments/configs/tiny.py", "Settings of the run."
+    "config", None, "Settings of the run, e.g. experiments/configs/tiny.py."
 )
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Run folder. Default: runs/ and the time of the start."
@@ -151,6 +151,8 @@ def _title(config) -> str:
       f" {config.train.prompt_gradient} prompt gradient, seed {config.seed}"
   )
 
+
+flags.mark_flag_as_required("config")
 
 if __name__ == "__main__":
   command_line.run(main)

@@ -141,12 +141,11 @@ class Report(contextlib.AbstractContextManager):
     return f"update {now}/{self._steps}: {stage}"
 
   def _print(self, line: str, style: str = "") -> None:
-    fixed = self._console.is_terminal
     self._console.print(
         Text(line, style),  # as an argument of print it also styles the line
         no_wrap=True,
-        overflow="crop" if fixed else "ignore",
-        crop=fixed,
+        overflow="crop" if self._console.is_terminal else "ignore",
+        crop=False,
     )
 
 

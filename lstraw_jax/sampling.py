@@ -126,7 +126,7 @@ def sample(
     samples = Samples(
         tokens=put(loop.samples.tokens, tokens),
         log_probs=put(loop.samples.log_probs, log_probs),
-        lengths=loop.samples.lengths + loop.active,
+        lengths=loop.samples.lengths + loop.active.astype(jnp.int32),
         stopped=loop.samples.stopped | stopped,
     )
     branch = append_to_branch(loop.branch, delta, positions_BT=positions)

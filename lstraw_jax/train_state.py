@@ -78,7 +78,7 @@ def apply_gradients(
   The weights and the optimizer state are consumed.
   """
   gradients = jax.tree.map(lambda g: g / denominator.astype(g.dtype), gradients)
-  grad_norm = optax.global_norm(gradients)
+  grad_norm = optax.tree.norm(gradients)
   gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, trainable)
   updates, opt_state = optimizer.update(gradients, opt_state, trainable)
   trainable = cast(nnx.State, optax.apply_updates(trainable, updates))

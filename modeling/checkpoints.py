@@ -10,6 +10,7 @@ Loading, with about one tensor more than the model in host memory:
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -167,7 +168,7 @@ def save_model(
   weights = leaves(model)
   wanted = {prefixed(n): place for n, place in places(model.config).items()}
   nbytes = {
-      name: int(np.prod(place.shape)) * weights[place.path].dtype.itemsize
+      name: math.prod(place.shape) * weights[place.path].dtype.itemsize
       for name, place in wanted.items()
   }
 
@@ -189,16 +190,25 @@ def save_model(
     shutil.rmtree(partial, ignore_errors=True)
 
 
+_ALIGNMENT = 64  # bytes; what XLA's CPU client asks of a buffer
 _COLUMNS = 256  # a block of a transposed copy, so that it stays in the cache
 
 
 def _fill(path, leaf, matched):
   """Reads the tensors of one leaf into an array of its shape and dtype."""
-  array = np.empty(leaf.shape, leaf.dtype)
+  array = _empty(leaf.shape, leaf.dtype)
   for tensor, place in matched.pairs:
     if place.path == path:
       _copy(array[place.index], place.to_model(tensor.read()))
   return array
+
+
+def _empty(shape, dtype):
+  """Allocates an array that JAX takes over on a CPU instead of copying it."""
+  nbytes = math.prod(shape) * dtype.itemsize
+  buffer = np.empty(nbytes + _ALIGNMENT, np.uint8)
+  start = -buffer.ctypes.data % _ALIGNMENT
+  return buffer[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def _copy(target, source):
@@ -210,10 +220,14 @@ def _copy(target, source):
 
 def _fresh_adapters(config, seed):
   """Returns the adapters of a new model, whose other weights are never made."""
-  model = jax.jit(
-      lambda: nnx.state(Qwen3_5(config, rngs=nnx.Rngs(seed)), nnx.LoRAParam)
+  if config.lora is None:
+    return {}
+  draw = jax.jit(
+      lambda: nnx.state(Qwen3_5(config, rngs=nnx.Rngs(seed)), nnx.LoRAParam),
+      # It runs once, and would compile for 20 s instead of 1.
+      compiler_options={"xla_backend_optimization_level": 0},
   )
-  flat = nnx.to_flat_state(model()) if config.lora else ()
+  flat = nnx.to_flat_state(draw())
   return {path: variable.get_value() for path, variable in flat}
 
 

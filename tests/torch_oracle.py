@@ -6,6 +6,7 @@ while it is active; every function here is called inside it.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from unittest import mock
 
@@ -21,9 +22,9 @@ from transformers import (
     cache_utils,
 )
 
-from modeling import checkpoint_names, checkpoints
+from modeling import checkpoint_names, checkpoints, rope
 from modeling.checkpoint_names import LeafPath
-from modeling.qwen3_5 import Qwen3_5
+from modeling.qwen3_5 import Qwen3_5, abstract_model
 from modeling.qwen3_5_config import Qwen3_5Config
 
 # Two blocks; three value heads a key head; keys and values of unequal size.
@@ -175,7 +176,7 @@ def to_leaves(
     config: Qwen3_5Config, tensors: Mapping[str, torch.Tensor]
 ) -> dict[LeafPath, np.ndarray]:
   """Stacks tensors, named as the parameters of a model, into our leaves."""
-  abstract = checkpoint_names.leaves(checkpoints.abstract_model(config))
+  abstract = checkpoint_names.leaves(abstract_model(config))
   leaves = {p: np.full(x.shape, np.nan) for p, x in abstract.items()}
   for name, place in checkpoint_names.places(config).items():
     tensor = tensors[checkpoint_names.prefixed(name)].numpy()
@@ -183,9 +184,22 @@ def to_leaves(
   return leaves
 
 
-def rotary_embeddings(model: PreTrainedModel) -> torch.nn.Module:
-  """Returns the module that holds the model's inverse frequencies."""
-  return model.model.rotary_emb
+def use_our_frequencies(model: PreTrainedModel, config: Qwen3_5Config) -> None:
+  """Puts our table of frequencies into the model.
+
+  Tables differ by a unit in the last place of float32, so that a comparison in
+  float64 needs one of them on both sides.
+  """
+  table = rope.inverse_frequencies(config.rope, head_dim=config.head_dim)
+  model.model.rotary_emb.inv_freq = torch.tensor(table)
+
+
+def with_their_frequencies(
+    config: Qwen3_5Config, model: PreTrainedModel
+) -> Qwen3_5Config:
+  """Returns the configuration with the model's table of frequencies."""
+  table = tuple(model.model.rotary_emb.inv_freq.tolist())
+  return config.replace(rope=dataclasses.replace(config.rope, inv_freq=table))
 
 
 def _select(logits, targets):

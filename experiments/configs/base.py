@@ -68,4 +68,4 @@ def get_config() -> ml_collections.ConfigDict:
   config.checkpoint = ml_collections.ConfigDict()
   config.checkpoint.every_steps = 10
   config.checkpoint.keep = 2
-  return config
+  return config.lock()

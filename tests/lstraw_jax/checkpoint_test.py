@@ -202,7 +202,7 @@ def test_only_the_newest_are_kept(tmp_path, first):
 
 def test_a_half_written_checkpoint_is_ignored_and_removed(tmp_path, first):
   write(tmp_path, first)
-  half = tmp_path / "2.orbax-checkpoint-tmp"
+  half = tmp_path / "3.orbax-checkpoint-tmp"
   shutil.copytree(tmp_path / "1", half)
   with TrainCheckpoints(tmp_path, config=CONFIG) as checkpoints:
     assert checkpoints.latest_step() == 1

@@ -33,7 +33,7 @@ FIELDS = {
 def write(path, **changes):
   values = dict(
       config={"train": {"steps": 6, "kinds": ("a", "b")}},
-      seed=1,
+      seed=11,
       steps=6,
       prompt_gradient="dropped",
       staleness_steps=0,
@@ -59,6 +59,7 @@ def test_the_file_holds_the_documented_fields(tmp_path):
   returned = write(path)
   assert json.loads(path.read_text()) == returned
   assert set(returned) == FIELDS
+  assert (returned["seed"], returned["steps"]) == (11, 6)
   documented = re.findall(r"^    (\w+) {2,}\S", receipt.__doc__, re.MULTILINE)
   assert set(documented) == FIELDS
   assert [p.name for p in tmp_path.iterdir()] == ["receipt.json"]
@@ -87,6 +88,8 @@ def test_a_run_without_an_update_has_a_receipt(tmp_path):
   made = write(tmp_path / "receipt.json", seconds={}, rewards=[], steps=0)
   assert made["rewards"]["first_five"] is None
   assert made["seconds"] == {"total": 0, "phases": {}}
+  made = write(tmp_path / "receipt.json", seconds={"capture": 0.0})
+  assert made["seconds"]["phases"]["capture"]["share"] == 0.0
 
 
 def test_what_is_not_finite_is_text(tmp_path):
@@ -104,6 +107,7 @@ def test_what_is_not_finite_is_text(tmp_path):
         ({"steps": -1}, "steps=-1: want a finite number >= 0"),
         ({"staleness_steps": -1}, "staleness_steps=-1"),
         ({"seconds": {"replay": math.nan}}, r"seconds\['replay'\]=nan"),
+        ({"seconds": {"replay": math.inf}}, r"seconds\['replay'\]=inf"),
         ({"peak_bytes": -5}, "peak_bytes=-5"),
     ],
 )
@@ -140,6 +144,7 @@ def test_the_commit_is_that_of_the_sources(tmp_path, monkeypatch):
   source.write_text("x = 1\n")
   assert receipt._git_state(source) is None
   git(tmp_path, "init")
+  git(tmp_path, "commit", "--allow-empty", "-m", "nothing")
   assert receipt._git_state(source) is None  # not a file of the checkout
   git(tmp_path, "add", ".")
   git(tmp_path, "commit", "-m", "a")

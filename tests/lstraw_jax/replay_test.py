@@ -136,27 +136,26 @@ def assert_equals_oracle(kind, branches, found, config):
   loss, gradients, log_probs = oracle(
       tiny.policy(KINDS[kind]), captured(kind), branches, config=config
   )
-  assert tiny.largest_difference(found.gradients, gradients) < GRADIENT_TOLERANCE
-  np.testing.assert_allclose(found.loss, loss, rtol=GRADIENT_TOLERANCE)
-  np.testing.assert_allclose(
-      found.log_probs, log_probs, atol=FLOAT64_TOLERANCE * 10, rtol=0
-  )
+  ours = (found.gradients, found.loss, found.log_probs)
+  wanted = (gradients, loss, log_probs)
+  assert tiny.largest_difference(ours, wanted) < GRADIENT_TOLERANCE
   leaves = jax.tree.leaves(jax.device_get(found.gradients))
   assert leaves and all(np.abs(leaf).max() > 1e-6 for leaf in leaves)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_is_that_of_one_graph_behind_a_constant_prompt(x64, kind):
-  """Blocks of 7: most responses are longer than one."""
+@pytest.mark.parametrize("kind,block_tokens", [("dense", 7), ("moe", 64)])
+def test_the_gradient_is_that_of_one_graph_behind_a_constant_prompt(
+    x64, kind, block_tokens
+):
   branches = plain_branches()
-  found = replayed(kind, branches, block_tokens=7)
+  found = replayed(kind, branches, block_tokens=block_tokens)
   assert_equals_oracle(kind, branches, found, PLAIN)
 
 
-def test_every_term_of_the_objective_reaches_the_gradient(x64):
-  branches = full_branches("dense")
-  found = replayed("dense", branches, FULL)
-  assert_equals_oracle("dense", branches, found, FULL)
+def test_every_term_of_the_objective_reaches_every_adapter(x64):
+  branches = full_branches("adapters")
+  found = replayed("adapters", branches, FULL)
+  assert_equals_oracle("adapters", branches, found, FULL)
   mask = np.asarray(branches.loss_mask)
   log_probs = np.asarray(found.log_probs)[mask]
   ratio = np.exp(log_probs - np.asarray(branches.old_log_probs)[mask])
@@ -167,7 +166,8 @@ def test_every_term_of_the_objective_reaches_the_gradient(x64):
   )
   assert 2 < clipped.sum() < mask.sum() - 2 and mask.sum() < sum(LENGTHS) - 4
   stats = found.stats
-  assert stats.tokens == mask.sum() and stats.clipped == clipped.sum()
+  assert float(stats.tokens) == mask.sum()
+  assert float(stats.clipped) == clipped.sum()
   np.testing.assert_allclose(stats.ratio_sum, ratio.sum(), rtol=1e-10)
   np.testing.assert_allclose(stats.ratio_max, ratio.max(), rtol=1e-10)
   np.testing.assert_allclose(
@@ -175,10 +175,9 @@ def test_every_term_of_the_objective_reaches_the_gradient(x64):
   )
 
 
-@pytest.mark.parametrize("block_tokens", [16, 7])
-def test_the_size_of_a_block_does_not_matter(x64, block_tokens):
+def test_a_response_longer_than_a_block_has_the_gradient_of_one_block(x64):
   whole = replayed("dense", plain_branches(), block_tokens=64)
-  cut = replayed("dense", plain_branches(), block_tokens=block_tokens)
+  cut = replayed("dense", plain_branches(), block_tokens=7)
   assert tiny.largest_difference(cut, whole) < GRADIENT_TOLERANCE
 
 
@@ -210,6 +209,7 @@ def test_log_probs_and_entropy_are_those_of_scoring(x64):
 
 
 def test_a_group_adds_up_its_branches_one_by_one(x64):
+  """In blocks of another size than the group's, which does not matter."""
   branches = plain_branches()
   whole = replayed("dense", branches, block_tokens=64)
   policy = tiny.policy(KINDS["dense"])
@@ -220,13 +220,13 @@ def test_a_group_adds_up_its_branches_one_by_one(x64):
         captured("dense"),
         jax.tree.map(lambda x, i=index: x[i : i + 1], branches),
         gradients,
-        config=dataclasses.replace(PLAIN, block_tokens=64),
+        config=dataclasses.replace(PLAIN, block_tokens=16),
     )
     gradients, loss = one.gradients, loss + one.loss
     log_probs.append(one.log_probs)
-  assert tiny.largest_difference(gradients, whole.gradients) < FLOAT64_TOLERANCE
-  np.testing.assert_allclose(loss, whole.loss, rtol=FLOAT64_TOLERANCE)
-  np.testing.assert_array_equal(np.concatenate(log_probs), whole.log_probs)
+  summed = (gradients, loss, np.concatenate(log_probs))
+  together = (whole.gradients, whole.loss, whole.log_probs)
+  assert tiny.largest_difference(summed, together) < FLOAT64_TOLERANCE
 
 
 def test_the_order_of_the_branches_does_not_matter(x64):
@@ -262,14 +262,9 @@ def test_one_token_behind_a_prompt_of_one_token_and_its_progress(x64):
   assert sorted(calls) == [("replay", n, 3) for n in (1, 2, 3)]
   nothing = empty_prompt_state(KINDS["dense"], capacity=0)
   loss, gradients, log_probs = oracle(policy, nothing, branches, config=PLAIN)
-  # Queries, keys and decay act on a state that is empty: their gradient is 0.
-  assert (
-      tiny.largest_difference(found.gradients, gradients) < GRADIENT_TOLERANCE
-  )
-  np.testing.assert_allclose(found.loss, loss, rtol=FLOAT64_TOLERANCE)
-  np.testing.assert_allclose(
-      found.log_probs, log_probs, atol=FLOAT64_TOLERANCE, rtol=0
-  )
+  ours = (found.gradients, found.loss, found.log_probs)
+  wanted = (gradients, loss, log_probs)
+  assert tiny.largest_difference(ours, wanted) < GRADIENT_TOLERANCE
 
 
 def test_replay_leaves_the_prompt_bitwise_as_it_was(x64):

@@ -109,6 +109,18 @@ def test_a_terminal_of_any_width_is_not_wrapped(width):
   assert max(map(len, lines_of(output))) <= width
 
 
+def test_only_the_header_and_the_legend_are_styled():
+  output = shown([row(1), row(2)], terminal=True)
+  styled = re.findall(r"\x1b\[[12]m([^\x1b]*)", output)
+  assert [text.split()[0] for text in styled] == [
+      "ratio,",
+      "kl",
+      "ca(pture)",
+      "step",
+  ]
+  assert re.search(r"\x1b\[2K    1 -1\.5e-8 [ -~]*\n", output)
+
+
 def test_eighty_columns_keep_what_matters():
   header = lines_of(shown([row()], width=80, terminal=True))[3]
   assert " ".join(header.split()) == (

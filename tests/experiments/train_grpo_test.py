@@ -1,0 +1,156 @@
+"""The binary as a user runs it: in a process of its own."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SMALL = {
+    "data.prompt_tokens": 512,
+    "model.initializer_range": 0.1,
+    "sampling.max_tokens": 8,
+    "train.steps": 4,
+    "train.group_size": 2,
+    "train.prompts_per_step": 2,
+    "train.capture_chunk_tokens": 32,
+    "train.response_multiple": 8,
+    "train.head_chunk_tokens": 8,
+    "objective.kl_coef": 0.1,
+    "checkpoint.every_steps": 1,
+}
+
+
+def command(workdir, **settings):
+  settings = SMALL | {k.replace("__", "."): v for k, v in settings.items()}
+  return [
+      sys.executable,
+      "-m",
+      "experiments.train_grpo",
+      "--config=experiments/configs/tiny.py",
+      f"--workdir={workdir}",
+      *(f"--config.{name}={value}" for name, value in settings.items()),
+  ]
+
+
+def run(workdir, **settings):
+  return subprocess.run(
+      command(workdir, **settings),
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      timeout=250,
+  )
+
+
+def rows(workdir):
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  return [json.loads(line) for line in lines]
+
+
+def arrays(workdir, step):
+  """Returns the arrays of a checkpoint, read by orbax alone."""
+  path = workdir / "checkpoints" / str(step) / "arrays"
+  return ocp.StandardCheckpointer().restore(path)
+
+
+def kill_during_update(workdir, step):
+  """Starts a run and kills it -9 while it works on the update after `step`."""
+  process = subprocess.Popen(
+      command(workdir),
+      cwd=ROOT,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.PIPE,
+  )
+  complete = workdir / "checkpoints" / str(step)
+  deadline = time.monotonic() + 250
+  while not complete.exists():
+    assert process.poll() is None, process.stderr.read().decode()
+    assert time.monotonic() < deadline, f"no checkpoint {step} in time"
+    time.sleep(0.001)
+  process.send_signal(signal.SIGKILL)
+  process.communicate()
+  assert process.returncode == -signal.SIGKILL
+  assert not (workdir / "receipt.json").exists(), "it was over before the kill"
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_run_goes_on_to_the_bits_of_an_unbroken_one(tmp_path):
+  unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
+  first = run(unbroken)
+  assert first.returncode == 0, first.stderr
+  kill_during_update(killed, step=2)
+  again = run(killed)
+  assert again.returncode == 0, again.stderr
+  assert "resumed after update 2" in again.stdout
+
+  wanted, got = arrays(unbroken, 4), arrays(killed, 4)
+  assert wanted.keys() == got.keys() and len(wanted) > 30
+  for name, value in wanted.items():
+    np.testing.assert_array_equal(got[name], value, err_msg=name)
+  timed = ("seconds", "tokens_per_s", "peak_bytes")
+  for before, after in zip(rows(unbroken), rows(killed), strict=True):
+    for name in before.keys() - set(timed):
+      assert before[name] == after[name], name
+
+  check_run_folder(unbroken)
+  check_that_another_config_is_refused(unbroken)
+
+
+def check_run_folder(workdir):
+  receipt = json.loads((workdir / "receipt.json").read_text())
+  assert receipt["gradient"]["prompt_gradient"] == "dropped"
+  assert receipt["steps"] == 4 and receipt["staleness_steps"] == 0
+  phases = receipt["seconds"]["phases"]
+  assert phases.keys() == {
+      "capture", "respond", "score", "replay", "optimizer",
+  }  # fmt: skip
+  resolved = json.loads((workdir / "config.json").read_text())
+  assert resolved["train"]["group_size"] == 2
+  assert (workdir / "reward.png").read_bytes().startswith(b"\x89PNG")
+  table = rows(workdir)
+  assert [row["step"] for row in table] == [1, 2, 3, 4]
+  for row in table:
+    assert row["ratio_mean"] == row["ratio_max"] == 1.0
+    assert row["prompt_tokens"] == 2 * 512
+    assert row["response_tokens"] == 2 * 2 * 8
+    assert row["sampler_gap_nats"] < 1e-5
+  # At first the policy is the reference, but for the rounding of two programs.
+  assert 0 <= table[0]["kl_nats"] < 1e-9 < 1e-6 < table[-1]["kl_nats"]
+
+
+def check_that_another_config_is_refused(workdir):
+  refused = run(workdir, optimizer__learning_rate=0.5, seed=3)
+  assert refused.returncode == 1
+  assert "optimizer.learning_rate: checkpoint 0.01, now 0.5" in refused.stderr
+  assert "seed: checkpoint 0, now 3" in refused.stderr
+  assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "setting,message",
+    [
+        ("--config.train.stepz=1", 'Did you mean "steps"'),
+        ("--config.train.prompt_gradient=exakt", "want 'dropped'"),
+        ("--config.data.rollouts=nope.jsonl", "nope.jsonl"),
+        ("stray", "unknown arguments: stray"),
+    ],
+)
+def test_a_mistake_is_answered_in_a_line(tmp_path, setting, message):
+  process = subprocess.run(
+      [*command(tmp_path / "run"), setting],
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      timeout=100,
+  )
+  assert process.returncode == 1
+  assert message in process.stderr
+  assert "Traceback" not in process.stderr
+  assert not (tmp_path / "run").exists(), "something was made before the check"

@@ -1,0 +1,360 @@
+"""One update: what goes into the gradient, and what is told of it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from lstraw_jax.advantages import group_relative_advantages
+from lstraw_jax.metrics import PhaseClock
+from lstraw_jax.objectives import ObjectiveConfig
+from lstraw_jax.replay import ReplayConfig, replay
+from lstraw_jax.rollouts import Rollout, RolloutGroup
+from lstraw_jax.scoring import score
+from lstraw_jax.train_state import make_train_state
+from lstraw_jax.train_step import Request, UpdateConfig, train_step
+from tests import programs, tiny
+
+FLOAT64_TOLERANCE = 1e-12
+CONFIG = tiny.config()
+UPDATE = UpdateConfig(
+    replay=ReplayConfig(
+        prompt_gradient="dropped", block_tokens=8, head_chunk_tokens=8
+    ),
+    capture_chunk_tokens=8,
+    response_multiple=8,
+)
+# Scores the reference, and takes the ratio against the rollouts' log-probs.
+FULL = dataclasses.replace(
+    UPDATE,
+    old_log_probs="rollouts",
+    replay=dataclasses.replace(
+        UPDATE.replay,
+        objective=ObjectiveConfig(kl_coef=0.5, clip_eps_high=1.0),
+    ),
+)
+SGD = optax.sgd(1.0)  # its update is the gradient
+FIXED = optax.sgd(0.0)
+CALLS = []
+
+fast_replay = programs.fast_jit(
+    replay, static_argnames=("config", "progress"), donate_argnames="gradients"
+)
+fast_score = programs.fast_jit(
+    score, static_argnames=("temperature", "block_tokens", "head_chunk_tokens")
+)
+
+
+@pytest.fixture(autouse=True)
+def compiles_fast(monkeypatch):
+  """Takes programs that compile fast in place of the real ones."""
+  monkeypatch.setattr("lstraw_jax.capture.capture_chunk", tiny.CAPTURE_CHUNK)
+  monkeypatch.setattr("lstraw_jax.train_step.replay", fast_replay)
+  monkeypatch.setattr("lstraw_jax.train_step.score", fast_score)
+
+
+def record(*call):
+  """Progress of every step here: one callable, as it is compiled in."""
+  CALLS.append(call)
+
+
+def train_state(optimizer=SGD, *, policy=None):
+  """The state before the first update."""
+  policy = tiny.policy(CONFIG) if policy is None else policy
+  return make_train_state(
+      tiny.fresh(policy), optimizer, seed=0, with_reference=True
+  )
+
+
+def group_a():
+  """Three responses to 11 tokens."""
+  return tiny.group(tiny.tokens(11, seed=5), (6, 2, 4), seed=1)
+
+
+def group_b():
+  """Three responses to 14 tokens; one of them carries no loss."""
+  group = tiny.group(tiny.tokens(14, seed=6), (7, 8, 1), seed=2)
+  empty = dataclasses.replace(
+      group.rollouts[1], loss_mask=np.zeros((8,), bool)
+  )
+  rollouts = (group.rollouts[0], empty, group.rollouts[2])
+  return dataclasses.replace(group, rollouts=rollouts)
+
+
+def request(group: RolloutGroup) -> Request:
+  """Responses that are there already."""
+  return Request(group.prompt_tokens, lambda policy, prompt, key: group)
+
+
+def step(state, groups, *, optimizer=SGD, config=UPDATE, clock=None):
+  """Takes one step on groups."""
+  return train_step(
+      state,
+      [g if isinstance(g, Request) else request(g) for g in groups],
+      optimizer=optimizer,
+      config=config,
+      clock=clock or PhaseClock(),
+      progress=record,
+  )
+
+
+def gradient(groups):
+  """The mean gradient of a step, as SGD applies it, and the metrics."""
+  before = tiny.copied(tiny.policy(CONFIG).trainable)
+  after, metrics = step(train_state(), groups)
+  after = jax.device_get(after.policy.trainable)
+  return jax.tree.map(np.subtract, before, after), metrics
+
+
+@functools.cache
+def gradient_of(name):
+  """The gradient of one group alone."""
+  return gradient([{"a": group_a, "b": group_b}[name]()])
+
+
+def scored(policy, prompt, group):
+  """Scores of a group behind a prompt's state, at temperature 1."""
+  return fast_score(
+      policy,
+      prompt,
+      tiny.branches(group, multiple=8),
+      temperature=1.0,
+      block_tokens=8,
+      head_chunk_tokens=8,
+  )
+
+
+def test_a_learning_rate_of_zero_leaves_every_log_prob_bitwise(x64):
+  seen, group = [], group_a()
+
+  def respond(policy, prompt, key):
+    del key
+    seen.append(tiny.copied(scored(policy, prompt, group)))
+    return group
+
+  state = train_state(FIXED)
+  results = []
+  for count in (1, 2, 3):
+    state, metrics = step(
+        state, [Request(group.prompt_tokens, respond)], optimizer=FIXED
+    )
+    results.append(metrics)
+    assert int(state.step) == count
+  for later in seen[1:]:
+    jax.tree.map(np.testing.assert_array_equal, later, seen[0])
+  assert results[0]._replace(sampler_gap_nats=0) == results[2]._replace(
+      sampler_gap_nats=0
+  )
+  jax.tree.map(
+      np.testing.assert_array_equal,
+      tiny.copied(state.policy.trainable),
+      tiny.copied(tiny.policy(CONFIG).trainable),
+  )
+
+
+def test_prompts_add_up_and_are_divided_once(x64):
+  """Not a mean of means: the groups have 3 and 2 responses that count."""
+  a, metrics_a = gradient_of("a")
+  b, metrics_b = gradient_of("b")
+  both, metrics = gradient([group_a(), group_b()])
+  assert (metrics_a.denominator, metrics_b.denominator) == (3, 2)
+  assert metrics.denominator == 5
+  wanted = jax.tree.map(lambda a, b: (3 * a + 2 * b) / 5, a, b)
+  assert tiny.largest_difference(both, wanted) < FLOAT64_TOLERANCE
+  loss = (3 * metrics_a.loss + 2 * metrics_b.loss) / 5
+  np.testing.assert_allclose(metrics.loss, loss, rtol=FLOAT64_TOLERANCE)
+
+
+def test_the_order_of_prompts_does_not_matter(x64):
+  one, metrics = gradient([group_a(), group_b()])
+  other, metrics_other = gradient([group_b(), group_a()])
+  assert tiny.largest_difference(one, other) < FLOAT64_TOLERANCE
+  np.testing.assert_allclose(
+      metrics.grad_norm, metrics_other.grad_norm, rtol=FLOAT64_TOLERANCE
+  )
+
+
+def test_metrics_count_exactly(x64):
+  grads, metrics = gradient_of("b")
+  group = group_b()
+  assert metrics.prompt_tokens == 14
+  assert metrics.response_tokens == 7 + 8 + 1
+  rewards = [rollout.reward for rollout in group.rollouts]
+  np.testing.assert_allclose(metrics.reward_mean, np.mean(rewards))
+  # The ratio is 1, so that each response that counts adds -advantage.
+  advantages = group_relative_advantages(rewards, normalize_std=True)
+  loss = -(advantages[0] + advantages[2]) / 2
+  np.testing.assert_allclose(metrics.loss, loss, rtol=1e-6)  # float32 inputs
+  squares = sum((g**2).sum() for g in jax.tree.leaves(grads))
+  np.testing.assert_allclose(metrics.grad_norm, np.sqrt(squares), rtol=1e-9)
+  policy = tiny.policy(CONFIG)
+  scores = scored(policy, tiny.captured(policy, group.prompt_tokens), group)
+  np.testing.assert_allclose(
+      metrics.tokens["entropy_nats"], scores.entropy.sum() / 8, rtol=1e-9
+  )
+  assert metrics.tokens["ratio_mean"] == metrics.tokens["ratio_max"] == 1.0
+  assert metrics.tokens["clip_share"] == metrics.tokens["kl_nats"] == 0.0
+  assert np.isnan(metrics.sampler_gap_nats)  # it stored no log-probs
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.25])
+def test_the_sampler_gap_is_how_far_its_log_probs_are(x64, shift):
+  """Of tokens that carry loss alone; shifted elsewhere it does not show."""
+  group = tiny.group(tiny.tokens(11, seed=5), (6, 2, 4), masked=0.4)
+
+  def respond(policy, prompt, key):
+    del key
+    whole = dataclasses.replace(
+        group, rollouts=tuple(map(keep_all, group.rollouts))
+    )
+    rows = scored(policy, prompt, whole).log_probs
+    rollouts = [
+        dataclasses.replace(
+            rollout,
+            log_probs=np.where(
+                rollout.loss_mask, row[: rollout.tokens.size] - shift, -99.0
+            ),
+        )
+        for rollout, row in zip(group.rollouts, np.asarray(rows), strict=True)
+    ]
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+  _, metrics = step(train_state(), [Request(group.prompt_tokens, respond)])
+  np.testing.assert_allclose(metrics.sampler_gap_nats, shift, atol=1e-12)
+
+
+def keep_all(rollout: Rollout) -> Rollout:
+  """The same response with a loss on every token."""
+  mask = np.ones(rollout.tokens.shape, bool)
+  return dataclasses.replace(rollout, loss_mask=mask)
+
+
+def test_the_reference_and_the_stored_log_probs_reach_the_loss(x64):
+  """The second step's KL is that between its policy and the first one's."""
+  group, scores = group_a(), []
+
+  def respond(policy, prompt, key):
+    del key
+    rows = np.asarray(scored(policy, prompt, group).log_probs)
+    scores.append(rows)
+    rollouts = [
+        dataclasses.replace(r, log_probs=row[: r.tokens.size] + 0.1)
+        for r, row in zip(group.rollouts, rows, strict=True)
+    ]
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+  state, clock = train_state(), PhaseClock()
+  reference = tiny.copied(state.reference)
+  for _ in range(2):
+    state, metrics = step(
+        state,
+        [Request(group.prompt_tokens, respond)],
+        config=FULL,
+        clock=clock,
+    )
+    # Old log-probs are kept in float32.
+    np.testing.assert_allclose(
+        metrics.tokens["ratio_mean"], np.exp(-0.1), rtol=1e-6
+    )
+    np.testing.assert_allclose(metrics.sampler_gap_nats, 0.1, rtol=1e-9)
+    apart = (scores[0] - scores[-1])[scores[0] < 0]
+    kl = (np.exp(apart) - apart - 1).mean()
+    np.testing.assert_allclose(metrics.tokens["kl_nats"], kl, rtol=1e-9)
+    assert (kl > 1e-3) == (len(scores) == 2)
+  advantages = group_relative_advantages(
+      [rollout.reward for rollout in group.rollouts], normalize_std=True
+  )
+  k3 = np.exp(scores[0] - scores[1]) - (scores[0] - scores[1]) - 1
+  lengths = np.array([rollout.tokens.size for rollout in group.rollouts])
+  loss = (-np.exp(-0.1) * advantages + 0.5 * k3.sum(1) / lengths).mean()
+  np.testing.assert_allclose(metrics.loss, loss, rtol=1e-6)
+  jax.tree.map(
+      np.testing.assert_array_equal, tiny.copied(state.reference), reference
+  )
+  phases = {"capture", "respond", "score", "replay", "optimizer"}
+  assert set(clock.seconds) == phases and min(clock.seconds.values()) > 0
+
+
+def test_a_gradient_that_is_not_finite_raises(x64):
+  policy = tiny.policy(CONFIG)
+  broken = jax.tree.map(lambda x: x.at[..., 0].set(jnp.nan), policy.trainable)
+  state = train_state(policy=policy.replace(trainable=broken))
+  with pytest.raises(FloatingPointError, match="step 0: the gradient norm is"):
+    step(state, [group_a()])
+
+
+def test_a_step_consumes_the_weights_and_no_others(x64):
+  state = train_state()
+  after, _ = step(state, [group_a()])
+  consumed = jax.tree.leaves(state.policy.trainable)
+  assert all(leaf.is_deleted() for leaf in consumed)
+  kept = jax.tree.leaves((after.policy, after.reference, after.key))
+  assert not any(leaf.is_deleted() for leaf in kept)
+
+
+def test_progress_tells_every_chunk_and_every_branch_in_order(x64):
+  CALLS.clear()
+  step(train_state(), [group_a(), group_b()])
+  jax.effects_barrier()
+  one = [("capture", n, 2) for n in (1, 2)]
+  one += [("replay", n, 3) for n in (1, 2, 3)]
+  assert CALLS == one + one
+
+
+def test_each_prompt_of_each_step_has_a_key_of_its_own(x64):
+  keys, group = [], group_a()
+
+  def respond(policy, prompt, key):
+    del policy, prompt
+    keys.append(tuple(jax.random.key_data(key).tolist()))
+    return group
+
+  for _ in range(2):
+    state = train_state(FIXED)
+    for _ in range(2):
+      requests = [Request(group.prompt_tokens, respond)] * 2
+      state, _ = step(state, requests, optimizer=FIXED)
+  assert len(set(keys[:4])) == 4
+  assert keys[:4] == keys[4:]
+
+
+def test_the_state_says_which_policy_captured_it(x64):
+  steps, group = [], group_a()
+
+  def respond(policy, prompt, key):
+    del policy, key
+    steps.append(int(prompt.policy_step))
+    return group
+
+  state = train_state(FIXED)
+  for _ in range(2):
+    state, _ = step(
+        state, [Request(group.prompt_tokens, respond)], optimizer=FIXED
+    )
+  assert steps == [0, 1]
+
+
+def test_lengths_of_one_bucket_share_a_program(x64):
+  step(train_state(), [group_a()])
+  before = fast_replay._cache_size()
+  for seed, lengths in enumerate([(1, 2, 3), (8, 8, 8), (7, 1, 5)]):
+    prompt = tiny.tokens(10 + 3 * seed)  # 16 slots
+    step(train_state(), [tiny.group(prompt, lengths)])
+  assert fast_replay._cache_size() == before
+
+
+@pytest.mark.parametrize(
+    "name,value,wanted",
+    [
+        ("capture_chunk_tokens", 0, "at least 1"),
+        ("response_multiple", 0, "at least 1"),
+        ("old_log_probs", "sampler", "'policy' or 'rollouts'"),
+    ],
+)
+def test_settings_out_of_range_are_refused(name, value, wanted):
+  with pytest.raises(ValueError, match=f"{name}={value!r}: want {wanted}"):
+    dataclasses.replace(UPDATE, **{name: value})
