@@ -80,6 +80,7 @@ def apply_gradients(
   gradients = jax.tree.map(lambda g: g / denominator.astype(g.dtype), gradients)
   grad_norm = optax.tree.norm(gradients)
   gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, trainable)
-  updates, opt_state = optimizer.update(gradients, opt_state, trainable)
+  with jax.numpy_dtype_promotion("standard"):  # optax mixes steps and floats
+    updates, opt_state = optimizer.update(gradients, opt_state, trainable)
   trainable = cast(nnx.State, optax.apply_updates(trainable, updates))
   return Applied(trainable, opt_state, grad_norm)

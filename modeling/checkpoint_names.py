@@ -80,10 +80,15 @@ def places(
   return {name: place for _, name, place in found}
 
 
+def variables(state: nnx.State) -> dict[LeafPath, nnx.Variable]:
+  """Returns the variables of a state by path."""
+  return {tuple(map(str, path)): x for path, x in nnx.to_flat_state(state)}
+
+
 def leaves(model: nnx.Module) -> dict[LeafPath, jax.Array]:
   """Returns the model's weights by path."""
-  flat = nnx.to_flat_state(nnx.state(model))
-  return {path: variable.get_value() for path, variable in flat}
+  found = variables(nnx.state(model))
+  return {path: variable.get_value() for path, variable in found.items()}
 
 
 def plain_name(name: str) -> str:

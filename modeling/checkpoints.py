@@ -25,7 +25,13 @@ from flax import nnx
 
 from modeling.checkpoint_files import open_tensors, read_json, write_tensors
 from modeling.checkpoint_match import match
-from modeling.checkpoint_names import LeafPath, leaves, places, prefixed
+from modeling.checkpoint_names import (
+    LeafPath,
+    leaves,
+    places,
+    prefixed,
+    variables,
+)
 from modeling.qwen3_5 import Qwen3_5, abstract_model
 from modeling.qwen3_5_config import Qwen3_5Config
 from pallas_kernels.shapes import wide_dtype
@@ -97,7 +103,7 @@ def load_model(
 
     adapters = _fresh_adapters(config, lora_seed)
     values = {}
-    for path, variable in nnx.to_flat_state(nnx.state(abstract_model(config))):
+    for path, variable in variables(nnx.state(abstract_model(config))).items():
       # No name for the array: it is to be freed before the next is allocated.
       values[path] = jax.device_put(
           adapters[path]
@@ -126,7 +132,7 @@ def assemble(
   graphdef, state = nnx.split(abstract_model(config))
   flat = [
       (path, variable.replace(values[path]))
-      for path, variable in nnx.to_flat_state(state)
+      for path, variable in variables(state).items()
   ]
   return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
@@ -191,7 +197,7 @@ def save_model(
 
 
 _ALIGNMENT = 64  # bytes; what XLA's CPU client asks of a buffer
-_COLUMNS = 256  # a block of a transposed copy, so that it stays in the cache
+_COLUMNS = 256  # a block of a transposed copy: it stays in the cache
 
 
 def _fill(path, leaf, matched):
@@ -212,7 +218,10 @@ def _empty(shape, dtype):
 
 
 def _copy(target, source):
-  """Copies, and casts, a transposed array in blocks: five times as fast."""
+  """Copies, and casts; by blocks if transposed, which is four times as fast."""
+  if source.flags.c_contiguous:
+    target[...] = source
+    return
   for start in range(0, target.shape[-1], _COLUMNS):
     block = (..., slice(start, start + _COLUMNS))
     target[block] = source[block]
@@ -227,8 +236,8 @@ def _fresh_adapters(config, seed):
       # It runs once, and would compile for 20 s instead of 1.
       compiler_options={"xla_backend_optimization_level": 0},
   )
-  flat = nnx.to_flat_state(draw())
-  return {path: variable.get_value() for path, variable in flat}
+  drawn = variables(draw())
+  return {path: variable.get_value() for path, variable in drawn.items()}
 
 
 def _merged(weights, place, config):

@@ -18,13 +18,11 @@ from lstraw_jax.rollouts import (
 )
 from modeling.presets import preset
 from modeling.qwen3_5_config import LINEAR_NAMES, LoraConfig, Qwen3_5Config
-from tests import programs
+from tests.quick_jit import quick_jit
 from tests.random_model import random_model
 
 ALL_ADAPTERS = LoraConfig(rank=2, alpha=4.0, targets=LINEAR_NAMES)
-CAPTURE_CHUNK = programs.fast_jit(
-    capture.capture_chunk, donate_argnames="state"
-)
+CAPTURE_CHUNK = quick_jit(capture.capture_chunk, donate_argnames="state")
 
 
 def config(name: str = "tiny", *, dtype: str = "float64", **changes):

@@ -31,7 +31,7 @@ def test_prompts_never_end():
 
 @pytest.mark.parametrize("prompt_tokens", [0, 10**9])
 def test_an_impossible_prompt_length_is_refused(prompt_tokens):
-  with pytest.raises(ValueError, match="data.prompt_tokens="):
+  with pytest.raises(ValueError, match=r"data\.prompt_tokens="):
     prompts(prompt_tokens=prompt_tokens)
 
 

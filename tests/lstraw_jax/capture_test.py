@@ -12,6 +12,7 @@ from lstraw_jax.capture import capture, capture_chunk, extend
 from lstraw_jax.prompt_state import empty_prompt_state, nbytes
 from modeling.layer_state import DeltaState, KvState, empty_recurrent
 from tests import programs, tiny
+from tests.quick_jit import quick_jit
 
 FLOAT64_TOLERANCE = 1e-11
 CONFIG = tiny.config()
@@ -25,9 +26,9 @@ def compiles_fast(monkeypatch):
   monkeypatch.setattr("lstraw_jax.capture.capture_chunk", tiny.CAPTURE_CHUNK)
 
 
-@programs.fast_jit
+@quick_jit
 def one_pass(policy, tokens, count):
-  """Runs all of the tokens at once, behind nothing; `count` of them are real."""
+  """Runs all tokens at once, behind nothing; `count` of them are real."""
   offset = jnp.arange(tokens.shape[0], dtype=jnp.int32)
   _, delta = policy.model(
       tokens[None],
@@ -136,9 +137,7 @@ def test_too_little_room_is_refused_before_anything_is_written(x64):
 
 def test_progress_is_called_after_each_chunk(x64):
   policy, calls = tiny.policy(CONFIG), []
-  settings = dict(
-      chunk_tokens=7, progress=lambda *call: calls.append(call)
-  )
+  settings = dict(chunk_tokens=7, progress=lambda *call: calls.append(call))
   state = capture(policy, PROMPT[:17], capacity=CAPACITY, **settings)
   assert calls == [("capture", n, 3) for n in (1, 2, 3)]
   calls.clear()
@@ -159,20 +158,18 @@ def test_the_default_capacity_is_a_bucket_of_the_chunk(x64, monkeypatch):
 def lowered(capacity: int, chunk: int):
   """The program of one chunk, lowered from shapes."""
   shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-  state = jax.eval_shape(
-      partial(empty_prompt_state, CONFIG, capacity=capacity)
-  )
+  state = jax.eval_shape(partial(empty_prompt_state, CONFIG, capacity=capacity))
   policy = tiny.policy(CONFIG)
   return capture_chunk.lower(policy, state, shape((chunk,)), shape(()))
 
 
 def test_a_chunk_is_written_in_place(x64):
-  compiled = lowered(2560, 16).compile(programs.FAST_OPTIONS)
+  compiled = programs.quickly(lowered(2560, 16))
   analysis = compiled.memory_analysis()
   assert analysis.alias_size_in_bytes == nbytes(CONFIG, capacity=2560)
   assert "input_output_alias" in compiled.as_text()
   # One layer's keys and values are sliced off the stack; not all are copied.
-  larger = lowered(4 * 2560, 16).compile(programs.FAST_OPTIONS)
+  larger = programs.quickly(lowered(4 * 2560, 16))
   growth = programs.temp_bytes(larger) - programs.temp_bytes(compiled)
   state_growth = nbytes(CONFIG, capacity=3 * 2560)
   assert growth < 1.02 * state_growth / CONFIG.num_blocks

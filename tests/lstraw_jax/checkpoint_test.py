@@ -36,9 +36,6 @@ CONFIG = {
     "train": {"learning_rate": 0.1, "steps": 10, "kinds": ["a", "b"]},
     "log": {"every": 1, "path": None},
 }
-# Deprecated in optax 0.2.8, and called by `apply_gradients`.
-pytestmark = pytest.mark.filterwarnings("ignore:optax.global_norm")
-
 CHILD = """
 import sys
 from tests.lstraw_jax import checkpoint_test as t
@@ -77,10 +74,9 @@ def train(state: TrainState, *, steps: int) -> TrainState:
 
 
 def apply(trainable, opt_state, gradients):
-  with jax.numpy_dtype_promotion("standard"):  # optax's Adam needs it
-    return apply_gradients(
-        trainable, opt_state, gradients, jnp.asarray(1.0), optimizer=OPTIMIZER
-    )
+  return apply_gradients(
+      trainable, opt_state, gradients, jnp.asarray(1.0), optimizer=OPTIMIZER
+  )
 
 
 def learned(state: TrainState):

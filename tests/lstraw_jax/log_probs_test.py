@@ -12,6 +12,7 @@ from lstraw_jax.log_probs import TokenScores, token_log_probs
 from lstraw_jax.policy import make_policy
 from modeling.qwen3_5 import Qwen3_5
 from tests import programs, tiny
+from tests.quick_jit import quick_jit
 from tests.random_model import random_model
 
 FLOAT64_TOLERANCE = 1e-12
@@ -47,7 +48,7 @@ def value_and_gradients(scores, config, **settings):
   """Compiles scores and gradients of a random sum of both, head included."""
   graphdef = tiny.policy(config).graphdef
 
-  @programs.fast_jit
+  @quick_jit
   def run(trainable, frozen, hidden, targets, keep):
     def loss(trainable, hidden):
       model = nnx.merge(graphdef, trainable, frozen)
@@ -77,8 +78,7 @@ def test_scores_and_gradients_equal_a_dense_softmax(x64, chunk, temperature):
     wanted, wanted_gradients = whole(*inputs)
     assert tiny.largest_difference(found, wanted) < FLOAT64_TOLERANCE
     assert (
-        tiny.largest_difference(gradients, wanted_gradients)
-        < FLOAT64_TOLERANCE
+        tiny.largest_difference(gradients, wanted_gradients) < FLOAT64_TOLERANCE
     )
 
 
@@ -138,7 +138,7 @@ def test_only_rows_that_carry_loss_are_projected(
   keep = np.zeros((1, 40), bool)
   keep[0, np.random.default_rng(0).permutation(40)[:kept]] = True
 
-  @programs.fast_jit
+  @quick_jit
   def scores(model, hidden, targets, keep):
     return token_log_probs(
         model, hidden, targets, keep, temperature=1.0, chunk_tokens=4
@@ -157,7 +157,7 @@ def test_log_probs_of_large_bfloat16_logits_are_never_positive():
   hidden, _, _ = problem(config, rows=64)
   keep = jnp.ones((1, 64), bool)
 
-  @programs.fast_jit
+  @quick_jit
   def scores(model, hidden):
     targets = jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
     return token_log_probs(
@@ -178,7 +178,7 @@ def test_a_bfloat16_head_accumulates_in_float32():
   narrow = tiny.config(vocab_size=VOCAB, hidden_size=512, dtype="bfloat16")
   model = random_model(narrow)
   hidden, targets, keep = problem(narrow, rows=64, keep=1.0)
-  scores = programs.fast_jit(
+  scores = quick_jit(
       lambda model, *inputs: token_log_probs(
           model, *inputs, temperature=1.0, chunk_tokens=16
       )
@@ -203,7 +203,7 @@ def test_no_buffer_holds_the_vocabulary_for_more_rows_than_a_chunk():
     )
     return found.log_probs.sum() + found.entropy.sum()
 
-  gradient = programs.fast_jit(jax.value_and_grad(loss, (0, 1)))
+  gradient = quick_jit(jax.value_and_grad(loss, (0, 1)))
   compiled = gradient.lower(policy, *inputs).compile()
   with_vocab = programs.buffers_with(compiled, VOCAB)
   assert (64, VOCAB) in with_vocab

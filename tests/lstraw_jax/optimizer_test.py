@@ -12,7 +12,8 @@ from lstraw_jax.optimizer import OptimizerConfig, make_optimizer
 from lstraw_jax.policy import make_policy
 from modeling.parameter import param
 from modeling.qwen3_5 import abstract_model
-from tests import programs, tiny
+from tests import tiny
+from tests.quick_jit import quick_jit
 
 BASE = OptimizerConfig(learning_rate=0.1)
 # Vectors of one layer; stacked over layers they are matrices too.
@@ -29,7 +30,7 @@ def updates(config, weights, gradients):
   """Updates of consecutive steps, for a gradient each."""
   optimizer = make_optimizer(config)
 
-  @programs.fast_jit
+  @quick_jit
   def run(weights, gradients):
     state, found = optimizer.init(weights), []
     for gradient in gradients:

@@ -69,7 +69,9 @@ def test_an_empty_state_holds_nothing():
   state = empty_prompt_state(CONFIG, capacity=5, batch=2)
   check(state)
   assert (state.positions == -1).all() and (state.length == 0).all()
-  assert not any(x.any() for x in jax.tree.leaves((state.slots, state.recurrent)))
+  assert not any(
+      x.any() for x in jax.tree.leaves((state.slots, state.recurrent))
+  )
 
 
 def test_append_writes_a_segment_behind_what_is_there():
@@ -100,8 +102,12 @@ def test_padding_at_the_end_of_a_segment_is_overwritten_by_the_next():
   state = append(state, after, positions_BT=positions([2, 3, 4, -1]))
   assert state.positions.tolist() == [[0, 1, 2, 3, 4, -1, -1, -1]]
   assert state.length.tolist() == [5]
-  np.testing.assert_array_equal(state.slots.k[:, :, :2], padded.slots.k[:, :, :2])
-  np.testing.assert_array_equal(state.slots.k[:, :, 2:5], after.slots.k[:, :, :3])
+  np.testing.assert_array_equal(
+      state.slots.k[:, :, :2], padded.slots.k[:, :, :2]
+  )
+  np.testing.assert_array_equal(
+      state.slots.k[:, :, 2:5], after.slots.k[:, :, :3]
+  )
 
 
 def test_branches_start_from_their_own_row_of_the_prompt():
@@ -148,7 +154,10 @@ def test_a_response_starts_at_the_position_of_the_last_prompt_token():
   prompt = tiny.tokens(7)
   group = tiny.group(prompt, (3, 2))
   batch = to_branch_batch(
-      group, advantages=np.zeros(2), multiple=4, old_log_probs_from_rollouts=False
+      group,
+      advantages=np.zeros(2),
+      multiple=4,
+      old_log_probs_from_rollouts=False,
   )
   state = dataclasses.replace(
       empty_prompt_state(CONFIG, capacity=8), length=jnp.array([6], jnp.int32)
@@ -169,7 +178,7 @@ def test_a_leaf_of_another_batch_is_refused(leaf):
       jax.eval_shape(partial(empty_prompt_state, CONFIG, capacity=4, batch=n))
       for n in (1, 2)
   )
-  with pytest.raises(ValueError, match="do not fit positions.shape"):
+  with pytest.raises(ValueError, match=r"do not fit positions\.shape"):
     check(dataclasses.replace(one, **{leaf: getattr(two, leaf)}))
 
 
@@ -179,8 +188,6 @@ def test_slots_of_another_capacity_are_refused_by_name(leaf, name):
       jax.eval_shape(partial(empty_prompt_state, CONFIG, capacity=n))
       for n in (4, 8)
   )
-  slots = dataclasses.replace(
-      small.slots, **{leaf: getattr(large.slots, leaf)}
-  )
+  slots = dataclasses.replace(small.slots, **{leaf: getattr(large.slots, leaf)})
   with pytest.raises(ValueError, match=f"prompt state: {name} do not fit"):
     check(dataclasses.replace(small, slots=slots))

@@ -17,6 +17,7 @@ from lstraw_jax.rollouts import BranchBatch
 from lstraw_jax.scoring import score
 from modeling.qwen3_5 import abstract_model
 from tests import programs, tiny
+from tests.quick_jit import quick_jit
 
 GRADIENT_TOLERANCE = 1e-10  # float64, relative to the largest entry of a leaf
 FLOAT64_TOLERANCE = 1e-12
@@ -25,7 +26,8 @@ KINDS = {
     "moe": tiny.config("tiny-moe"),
     "adapters": tiny.config("tiny", lora=tiny.ALL_ADAPTERS),
 }
-PROMPT = tiny.tokens(21)
+PROMPT_TOKENS = 21
+PROMPT = tiny.tokens(PROMPT_TOKENS)
 LENGTHS = (1, 20, 5, 13)
 PLAIN = ReplayConfig(prompt_gradient="dropped", head_chunk_tokens=8)
 # Every term of the objective at once; tool tokens are masked.
@@ -36,14 +38,14 @@ FULL = dataclasses.replace(
     objective=ObjectiveConfig(kl_coef=0.1, aggregation="token_mean"),
 )
 
-fast_replay = programs.fast_jit(replay, static_argnames=("config", "progress"))
-fast_score = programs.fast_jit(
+fast_replay = quick_jit(replay, static_argnames=("config", "progress"))
+fast_score = quick_jit(
     score, static_argnames=("temperature", "block_tokens", "head_chunk_tokens")
 )
 
 
 @functools.cache
-def captured(kind, *, prompt_tokens=len(PROMPT)):
+def captured(kind, *, prompt_tokens=PROMPT_TOKENS):
   """The prompt's state under the policy of that kind."""
   return tiny.captured(tiny.policy(KINDS[kind]), PROMPT[:prompt_tokens])
 
@@ -79,7 +81,7 @@ def replayed(kind, branches, config=PLAIN, **settings):
   return fast_replay(policy, captured(kind), branches, gradients, config=config)
 
 
-@partial(programs.fast_jit, static_argnames="config")
+@partial(quick_jit, static_argnames="config")
 def oracle(policy, prompt, branches, *, config):
   """Loss, gradient and log-probs of all branches, as one batch in one graph.
 
@@ -326,13 +328,14 @@ def compiled(*, group_size=2, slots=SLOTS):
   config = dataclasses.replace(
       PLAIN, block_tokens=BLOCK, head_chunk_tokens=HEAD_ROWS
   )
-  return replay.lower(
+  lowered = replay.lower(
       policy,
       jax.eval_shape(partial(empty_prompt_state, LARGE, capacity=slots)),
       branches,
       jax.eval_shape(zero_gradients, policy),
       config=config,
-  ).compile(programs.FAST_OPTIONS)
+  )
+  return programs.quickly(lowered)
 
 
 def test_memory_does_not_grow_with_the_group():
@@ -373,7 +376,7 @@ def test_no_buffer_holds_the_vocabulary_for_more_rows_than_a_chunk():
     [("the block's own", BLOCK), ("the branch's", 2 * BLOCK), ("all", SLOTS)],
 )
 def test_no_buffer_holds_the_scores_of_a_block(keys, count):
-  """Attention pads keys to blocks of 512, so that size is looked for as well."""
+  """Attention pads keys to blocks of 512: that size is looked for as well."""
   padded = -(-count // 512) * 512
   assert programs.buffers_with(compiled(), BLOCK, 512)
   for size in {count, padded}:

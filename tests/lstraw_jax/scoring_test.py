@@ -11,7 +11,8 @@ import pytest
 from lstraw_jax.log_probs import TokenScores
 from lstraw_jax.scoring import score
 from modeling.layer_state import empty_recurrent
-from tests import programs, tiny
+from tests import tiny
+from tests.quick_jit import quick_jit
 
 FLOAT64_TOLERANCE = 1e-11
 CONFIGS = {name: tiny.config(name) for name in ("tiny", "tiny-moe")}
@@ -19,7 +20,7 @@ PROMPT = tiny.tokens(21)
 LENGTHS = (1, 20, 5, 13)
 TEMPERATURE = 0.7
 
-fast_score = programs.fast_jit(
+fast_score = quick_jit(
     score,
     static_argnames=("temperature", "block_tokens", "head_chunk_tokens"),
 )
@@ -43,9 +44,9 @@ def scores(name, branches, *, block_tokens=64):
   )
 
 
-@programs.fast_jit
+@quick_jit
 def full_pass(policy, sequences, lengths, targets):
-  """Scores of [G, R] targets by one pass over whole sequences [G, P - 1 + R]."""
+  """Scores of targets [G, R] by one pass over sequences [G, P - 1 + R]."""
   offset = jnp.arange(sequences.shape[1], dtype=jnp.int32)[None]
   hidden, _ = policy.model(
       sequences,
@@ -56,9 +57,7 @@ def full_pass(policy, sequences, lengths, targets):
   logits = policy.model.logits(hidden[:, -targets.shape[1] :])
   log_probs = jax.nn.log_softmax(logits / TEMPERATURE)
   picked = jnp.take_along_axis(log_probs, targets[..., None], axis=-1)
-  return TokenScores(
-      picked[..., 0], -(jnp.exp(log_probs) * log_probs).sum(-1)
-  )
+  return TokenScores(picked[..., 0], -(jnp.exp(log_probs) * log_probs).sum(-1))
 
 
 def oracle(name, branches):

@@ -17,7 +17,8 @@ from lstraw_jax.rollouts import Rollout, RolloutGroup
 from lstraw_jax.scoring import score
 from lstraw_jax.train_state import make_train_state
 from lstraw_jax.train_step import Request, UpdateConfig, train_step
-from tests import programs, tiny
+from tests import tiny
+from tests.quick_jit import quick_jit
 
 FLOAT64_TOLERANCE = 1e-12
 CONFIG = tiny.config()
@@ -41,10 +42,10 @@ SGD = optax.sgd(1.0)  # its update is the gradient
 FIXED = optax.sgd(0.0)
 CALLS = []
 
-fast_replay = programs.fast_jit(
+fast_replay = quick_jit(
     replay, static_argnames=("config", "progress"), donate_argnames="gradients"
 )
-fast_score = programs.fast_jit(
+fast_score = quick_jit(
     score, static_argnames=("temperature", "block_tokens", "head_chunk_tokens")
 )
 
@@ -78,9 +79,7 @@ def group_a():
 def group_b():
   """Three responses to 14 tokens; one of them carries no loss."""
   group = tiny.group(tiny.tokens(14, seed=6), (7, 8, 1), seed=2)
-  empty = dataclasses.replace(
-      group.rollouts[1], loss_mask=np.zeros((8,), bool)
-  )
+  empty = dataclasses.replace(group.rollouts[1], loss_mask=np.zeros((8,), bool))
   rollouts = (group.rollouts[0], empty, group.rollouts[2])
   return dataclasses.replace(group, rollouts=rollouts)
 
@@ -263,7 +262,9 @@ def test_the_reference_and_the_stored_log_probs_reach_the_loss(x64):
     np.testing.assert_allclose(metrics.sampler_gap_nats, 0.1, rtol=1e-9)
     apart = (scores[0] - scores[-1])[scores[0] < 0]
     kl = (np.exp(apart) - apart - 1).mean()
-    np.testing.assert_allclose(metrics.tokens["kl_nats"], kl, rtol=1e-9)
+    np.testing.assert_allclose(
+        metrics.tokens["kl_nats"], kl, rtol=1e-9, atol=1e-20
+    )
     assert (kl > 1e-3) == (len(scores) == 2)
   advantages = group_relative_advantages(
       [rollout.reward for rollout in group.rollouts], normalize_std=True
@@ -281,7 +282,9 @@ def test_the_reference_and_the_stored_log_probs_reach_the_loss(x64):
 
 def test_a_gradient_that_is_not_finite_raises(x64):
   policy = tiny.policy(CONFIG)
-  broken = jax.tree.map(lambda x: x.at[..., 0].set(jnp.nan), policy.trainable)
+  broken = jax.tree.map(
+      lambda x: jnp.asarray(np.full(x.shape, np.nan)), policy.trainable
+  )
   state = train_state(policy=policy.replace(trainable=broken))
   with pytest.raises(FloatingPointError, match="step 0: the gradient norm is"):
     step(state, [group_a()])
@@ -302,7 +305,7 @@ def test_progress_tells_every_chunk_and_every_branch_in_order(x64):
   jax.effects_barrier()
   one = [("capture", n, 2) for n in (1, 2)]
   one += [("replay", n, 3) for n in (1, 2, 3)]
-  assert CALLS == one + one
+  assert one * 2 == CALLS
 
 
 def test_each_prompt_of_each_step_has_a_key_of_its_own(x64):

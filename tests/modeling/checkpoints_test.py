@@ -168,6 +168,14 @@ def refusal(call, *args, **kwargs):
   return str(caught.value)
 
 
+def test_the_map_covers_the_published_files():
+  config = presets.preset("qwen3.6-27b")
+  places = checkpoint_names.places(config)
+  assert len(places) == 851
+  shapes = {name: place.shape for name, place in places.items()}
+  assert shapes == official_shapes(config)
+
+
 @pytest.mark.parametrize("prefix", [TEXT, VISION_LANGUAGE])
 @pytest.mark.parametrize(
     "config", [DENSE, TIED, MOE], ids=["dense", "tied", "moe"]
