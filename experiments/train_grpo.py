@@ -22,17 +22,14 @@ from absl import flags
 from ml_collections import config_flags
 
 from experiments import command_line
-from experiments.settings import (
-    Settings,
-    load_policy,
-    make_requests,
-    read_settings,
-)
-from lstraw_jax import report
+from experiments.settings import load_policy, make_requests, read_settings
 from lstraw_jax.checkpoint import TrainCheckpoints
-from lstraw_jax.metrics import PhaseClock, peak_bytes
+from lstraw_jax.metrics import PhaseClock, peak_memory
 from lstraw_jax.optimizer import make_optimizer
 from lstraw_jax.receipt import write_receipt
+from lstraw_jax.report import Report
+from lstraw_jax.reward_plot import plot_rewards
+from lstraw_jax.run_log import append_row, make_row, truncate_after
 from lstraw_jax.train_state import make_train_state
 from lstraw_jax.train_step import train_step
 
@@ -52,7 +49,8 @@ def main(argv):
   config = _CONFIG.value
   settings = read_settings(config)
   requests = make_requests(config, settings)
-  rows = train(config, settings, requests, workdir=_workdir())
+  workdir = _WORKDIR.value or time.strftime("runs/%Y%m%d-%H%M%S")
+  rows = train(config, settings, requests, workdir=pathlib.Path(workdir))
   rewards = [row["reward_mean"] for row in rows]
   print(
       f"reward of the first five updates {np.mean(rewards[:5]):.3f}, of the"
@@ -60,13 +58,12 @@ def main(argv):
   )
 
 
-def train(config, settings: Settings, requests, *, workdir: pathlib.Path):
+def train(config, settings, requests, *, workdir: pathlib.Path):
   """Trains until `config.train.steps`; returns a row per update."""
   workdir.mkdir(parents=True, exist_ok=True)
   resolved = json.loads(config.to_json_best_effort())
-  print(
-      f"run folder {workdir}\nprompt gradient: {config.train.prompt_gradient}"
-  )
+  print(f"run folder {workdir}")
+  print(f"prompt gradient: {config.train.prompt_gradient}")
   optimizer = make_optimizer(settings.optimizer)
   state = make_train_state(
       load_policy(config, settings.model),
@@ -86,8 +83,8 @@ def train(config, settings: Settings, requests, *, workdir: pathlib.Path):
       print(f"resumed after update {int(state.step)}")
     (workdir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
     step = int(state.step)
-    rows = report.truncate_after(workdir / "metrics.jsonl", step)
-    with report.Report(step=step, steps=config.train.steps) as table:
+    rows = truncate_after(workdir / "metrics.jsonl", step)
+    with Report(step=step, steps=config.train.steps) as table:
       while step < config.train.steps:
         clock = PhaseClock()
         state, metrics = train_step(
@@ -100,22 +97,17 @@ def train(config, settings: Settings, requests, *, workdir: pathlib.Path):
         )
         position += config.train.prompts_per_step
         step = int(state.step)
-        peak, source = peak_bytes()
-        row = report.make_row(
-            metrics,
-            step=step,
-            seconds=clock.seconds,
-            peak_bytes=peak,
-            peak_source=source,
+        row = make_row(
+            metrics, step=step, seconds=clock.seconds, peak=peak_memory()
         )
         table.add(row)
-        report.append_row(workdir / "metrics.jsonl", row)
+        append_row(workdir / "metrics.jsonl", row)
         rows.append(row)
         last = step == config.train.steps
         if last or step % config.checkpoint.every_steps == 0:
           checkpoints.save(state, position=position)
   _write_receipt(workdir / "receipt.json", resolved, rows)
-  report.plot_rewards(workdir / "reward.png", rows, title=_title(config))
+  plot_rewards(workdir / "reward.png", rows, title=_title(config))
   return rows
 
 
@@ -137,10 +129,6 @@ def _write_receipt(path, config, rows):
       peak_source=most["peak_source"],
       rewards=[row["reward_mean"] for row in rows],
   )
-
-
-def _workdir() -> pathlib.Path:
-  return pathlib.Path(_WORKDIR.value or time.strftime("runs/%Y%m%d-%H%M%S"))
 
 
 def _title(config) -> str:

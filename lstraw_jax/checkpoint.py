@@ -14,11 +14,9 @@ is complete, so that a run killed at any moment goes on from the one before.
 
 import contextlib
 import dataclasses
-import hashlib
 import json
-import math
 import pathlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -26,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from lstraw_jax.fingerprint import fingerprint, named_leaves, specs
 from lstraw_jax.train_state import TrainState
 
-_SAMPLED = 4096  # elements of each frozen weight that its fingerprint reads
 _SHOWN = 10  # differences that an error names; it counts the others
 _RECORD = ("config", "frozen", "key_impl", "model_config", "position")
 
@@ -113,12 +111,12 @@ class TrainCheckpoints(contextlib.AbstractContextManager):
       )
     record = {
         "config": self._config,
-        "frozen": _fingerprint(state),
+        "frozen": fingerprint(state.policy),
         "key_impl": str(jax.random.key_impl(state.key)),
         "model_config": _model_config(state),
         "position": position,
     }
-    arrays = _named(_saved(state))
+    arrays = named_leaves(_saved(state))
     arrays["key"] = jax.random.key_data(state.key)
     self._manager.save(
         step,
@@ -150,7 +148,7 @@ class TrainCheckpoints(contextlib.AbstractContextManager):
     if step is None:
       raise FileNotFoundError(f"no checkpoint in {self._manager.directory}")
     record = self._checked_record(step, template)
-    wanted = _named(_saved(template))
+    wanted = named_leaves(_saved(template))
     targets = {name: _target(name, leaf) for name, leaf in wanted.items()}
     arrays = self._manager.restore(
         step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(targets))
@@ -183,8 +181,8 @@ class TrainCheckpoints(contextlib.AbstractContextManager):
     for what, then, now, but in (
         ("config", record["config"], self._config, self._may_change),
         ("model config", record["model_config"], _model_config(template), ()),
-        ("arrays", _specs(stored), _specs(_named(_saved(template))), ()),
-        ("frozen weights", record["frozen"], _fingerprint(template), ()),
+        ("arrays", specs(stored), specs(named_leaves(_saved(template))), ()),
+        ("frozen weights", record["frozen"], fingerprint(template.policy), ()),
     ):
       if differences := _differences(then, now, but=but):
         more = len(differences) - _SHOWN
@@ -204,60 +202,9 @@ def _saved(state: TrainState) -> dict[str, Any]:
   }
 
 
-def _named(
-    tree: Any, *, is_leaf: Callable[[Any], bool] | None = None
-) -> dict[str, Any]:
-  """Returns the leaves of a tree by their dotted path, in the tree's order."""
-  named = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
-    if path[-1:] == (jax.tree_util.GetAttrKey("value"),):
-      path = path[:-1]  # how flax gets from a variable to its array
-    name = jax.tree_util.keystr(path, simple=True, separator=".")
-    assert name not in named, f"two leaves called {name}"
-    named[name] = leaf
-  return named
-
-
 def _model_config(state: TrainState) -> dict[str, Any]:
   """Returns the model's config as JSON gives it back."""
   return _as_json(dataclasses.asdict(state.policy.config))
-
-
-def _fingerprint(state: TrainState) -> dict[str, str]:
-  """Returns shape, dtype and a hash of some elements of each frozen weight."""
-  weights = _named(state.policy.frozen)
-  for name, weight in weights.items():
-    if isinstance(weight, jax.ShapeDtypeStruct):
-      raise ValueError(f"policy.frozen.{name}={weight}: want a loaded weight")
-  indices = {name: _spread(x.shape) for name, x in weights.items()}
-  samples = jax.device_get(_take(weights, indices))
-  hashes = {
-      name: hashlib.sha256(sample.tobytes()).hexdigest()[:16]
-      for name, sample in samples.items()
-  }
-  specs = _specs(weights)
-  return {name: f"{specs[name]} sha256:{hashes[name]}" for name in weights}
-
-
-@jax.jit
-def _take(arrays, indices):
-  return {name: array[indices[name]] for name, array in arrays.items()}
-
-
-def _spread(shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-  """Returns indices of up to `_SAMPLED` elements, all over the array."""
-  size = math.prod(shape)
-  index = np.arange(min(size, _SAMPLED))
-  stride = max(size // _SAMPLED, 1)
-  # Scattered within each stride by Knuth's multiplicative hash, since a stride
-  # that the rows divide would stay in the same columns.
-  offset = (index * 2654435761 % 2**32) * stride >> 32
-  return np.unravel_index(index * stride + offset, shape)
-
-
-def _specs(arrays: Mapping[str, Any]) -> dict[str, str]:
-  """Returns dtype and shape of arrays, as "float32[2, 3]"."""
-  return {name: f"{x.dtype}{list(x.shape)}" for name, x in arrays.items()}
 
 
 def _target(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -300,7 +247,7 @@ def _differences(
 ) -> list[str]:
   """Names each key path at which two nested dicts are not alike."""
   is_none = lambda value: value is None
-  then, now = (_named(x, is_leaf=is_none) for x in (then, now))
+  then, now = (named_leaves(x, is_leaf=is_none) for x in (then, now))
   absent = object()
   show = lambda value: "absent" if value is absent else repr(value)
   lines = []

@@ -4,7 +4,7 @@ import contextlib
 import resource
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,17 +78,22 @@ class PhaseClock:
     self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
 
-def peak_bytes() -> tuple[int, str]:
-  """Returns the peak memory so far and where the number comes from.
+class PeakMemory(NamedTuple):
+  """The most memory that was held, and whose it is."""
+
+  bytes: int
+  source: Literal["device", "process"]
+
+
+def peak_memory() -> PeakMemory:
+  """Returns the peak so far.
 
   The busiest device's own counter where the backend has one, else the largest
   resident set of this process.
   """
-  stats = [device.memory_stats() for device in jax.local_devices()]
-  peaks = [
-      s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s
-  ]
+  stats = [device.memory_stats() or {} for device in jax.local_devices()]
+  peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
   if peaks:
-    return max(peaks), "device"
+    return PeakMemory(max(peaks), "device")
   kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  return kibibytes * 1024, "process"
+  return PeakMemory(kibibytes * 1024, "process")

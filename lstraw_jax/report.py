@@ -1,32 +1,20 @@
-"""What a run tells while it trains: a live line, a table, rows, a curve.
+"""What a run tells while it trains: a table, and a live line below it.
 
-1. `Report` prints a row of a table after each update. On a terminal a line
-   below it shows how far the present update is; a pipe or a file gets the rows
-   alone, without control characters.
-2. `metrics.jsonl` keeps every row in full, one JSON object a line, and is cut
-   back to where a resumed run begins.
-3. `plot_rewards` draws the curve.
+`Report` prints a row after each update. On a terminal the line shows how far
+the present update is; a pipe or a file gets the rows alone, without control
+characters.
 """
 
 import contextlib
-import json
 import math
-import os
-import pathlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
-import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from lstraw_jax.train_step import UpdateMetrics
-
-Row = dict[str, Any]
+from lstraw_jax.run_log import Row
 
 _HEADER_EVERY = 20  # rows
 _LEGEND = (
@@ -36,41 +24,6 @@ _LEGEND = (
 )
 _UNITS = ("", "k", "M", "G", "T", "P")
 _STAGES = {"capture": "capture chunk", "replay": "replay branch"}
-
-
-def make_row(
-    metrics: UpdateMetrics,
-    *,
-    step: int,
-    seconds: Mapping[str, float],
-    peak_bytes: int,
-    peak_source: str,
-) -> Row:
-  """Returns all there is to tell about an update, as JSON can hold it.
-
-  Args:
-    metrics: of the update.
-    step: optimizer steps taken, with this one.
-    seconds: spent in each phase of this update.
-    peak_bytes: most memory held so far.
-    peak_source: whose memory that is.
-
-  Returns:
-    `step`, the fields of `metrics` (those of `tokens` beside the others),
-    `tokens_per_s` over all phases, `seconds`, `peak_bytes`, `peak_source`. A
-    number that is not finite is None.
-  """
-  numbers = {"step": step, **metrics._asdict(), **metrics.tokens}
-  del numbers["tokens"]
-  tokens = metrics.prompt_tokens + metrics.response_tokens
-  spent = sum(seconds.values())
-  numbers["tokens_per_s"] = tokens / spent if spent else 0.0
-  return {
-      **{k: v if math.isfinite(v) else None for k, v in numbers.items()},
-      "seconds": dict(seconds),
-      "peak_bytes": peak_bytes,
-      "peak_source": peak_source,
-  }
 
 
 class Report(contextlib.AbstractContextManager):
@@ -147,93 +100,6 @@ class Report(contextlib.AbstractContextManager):
         overflow="crop" if self._console.is_terminal else "ignore",
         crop=False,
     )
-
-
-def append_row(path: str | os.PathLike[str], row: Row) -> None:
-  """Adds a row to `metrics.jsonl` and returns when it is on the disk."""
-  with open(path, "a", encoding="utf-8") as file:
-    file.write(json.dumps(row, allow_nan=False) + "\n")
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def truncate_after(path: str | os.PathLike[str], step: int) -> list[Row]:
-  """Cuts off the rows of updates after `step` and returns those that stay.
-
-  A last line that was not written to its end goes as well. A file that does not
-  exist has no rows. Call this before the first `append_row` of a run.
-
-  Raises:
-    ValueError: for another line that is not a row.
-  """
-  path = pathlib.Path(path)
-  lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-  rows, size = [], 0
-  for number, line in enumerate(lines, 1):
-    if not line.endswith(b"\n"):
-      break
-    try:
-      row = json.loads(line)
-      after = row["step"] > step
-    except (ValueError, TypeError, KeyError) as error:
-      raise ValueError(f"{path}:{number}: not a row: {line[:80]}") from error
-    if after:
-      break
-    rows.append(row)
-    size += len(line)
-  if size < sum(map(len, lines)):
-    os.truncate(path, size)
-  return rows
-
-
-def plot_rewards(
-    path: str | os.PathLike[str],
-    rows: Sequence[Row],
-    *,
-    title: str,
-    window: int = 10,
-) -> None:
-  """Draws the reward of each update and its mean over the last few.
-
-  Args:
-    path: of the PNG.
-    rows: of `make_row`, at least one.
-    title: facts about the run: model, tokens, responses per prompt.
-    window: updates up to and with each one that its mean is over.
-
-  Raises:
-    ValueError: without a row.
-  """
-  if not rows:
-    raise ValueError("rows=[]: want at least one")
-  steps = np.array([row["step"] for row in rows])
-  rewards = np.array([row["reward_mean"] for row in rows], float)
-  figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
-  FigureCanvasAgg(figure)  # and no pyplot, whose state is the whole process's
-  axes = figure.add_subplot()
-  axes.plot(
-      steps, rewards, ".-", color="0.7", lw=0.8, ms=4, label="each update"
-  )
-  axes.plot(
-      steps,
-      _moving_mean(rewards, window),
-      color="C0",
-      lw=2,
-      label=f"mean of the last {window}",
-  )
-  axes.set(xlabel="update", ylabel="mean reward of the responses")
-  axes.set_title(title, fontsize="medium", wrap=True)
-  axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-  axes.grid(alpha=0.3)
-  axes.spines[["top", "right"]].set_visible(False)
-  axes.legend(frameon=False)
-  figure.savefig(path, format="png")
-
-
-def _moving_mean(values: np.ndarray, window: int) -> list[float]:
-  """Returns the mean of each value and those before it, `window` at most."""
-  ends = range(1, len(values) + 1)
-  return [float(values[max(i - window, 0) : i].mean()) for i in ends]
 
 
 class _Column(NamedTuple):

@@ -1,10 +1,7 @@
-"""The table and the live line, the rows on disk, the curve."""
+"""The table and the live line."""
 
 import io
 import itertools
-import json
-import math
-import os
 import re
 import threading
 from functools import partial
@@ -14,47 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib import pyplot
 from rich.console import Console
 
 from lstraw_jax import report
-from lstraw_jax.report import (
-    Report,
-    append_row,
-    make_row,
-    plot_rewards,
-    truncate_after,
-)
-from lstraw_jax.train_step import UpdateMetrics
-
-PNG = b"\x89PNG"
-MIB = 2**20
-
-
-def row(step=1, *, seconds=None, **changes):
-  metrics = UpdateMetrics(
-      loss=-1.5e-8,
-      reward_mean=0.8125,
-      grad_norm=1.25,
-      prompt_tokens=9000,
-      response_tokens=1000,
-      denominator=2,
-      sampler_gap_nats=math.nan,
-      tokens=dict(
-          ratio_mean=1.0,
-          ratio_max=1.05,
-          clip_share=0.125,
-          kl_nats=0.002,
-          entropy_nats=5.5,
-      ),
-  )
-  return make_row(
-      metrics._replace(**changes),
-      step=step,
-      seconds=seconds or {"capture": 3.0, "replay": 1.0, "respond": 0.96},
-      peak_bytes=1536 * MIB,
-      peak_source="process",
-  )
+from lstraw_jax.report import Report
+from tests.update_rows import MIB, row
 
 
 def shown(rows, *, width=80, terminal=False):
@@ -72,17 +33,6 @@ def lines_of(terminal_output):
   """Returns what a terminal shows, but for the lines drawn over."""
   plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal_output)
   return [line.split("\r")[-1] for line in plain.split("\n")]
-
-
-def test_a_row_holds_all_that_is_known():
-  made = row(step=3)
-  assert made["step"] == 3
-  assert made["ratio_max"] == 1.05
-  assert made["tokens_per_s"] == pytest.approx(10000 / 4.96)
-  assert made["seconds"]["capture"] == 3.0
-  assert made["sampler_gap_nats"] is None
-  assert json.loads(json.dumps(made, allow_nan=False)) == made
-  assert set(UpdateMetrics._fields) - {"tokens"} < set(made)
 
 
 def test_a_file_gets_aligned_rows_without_control_characters():
@@ -219,64 +169,3 @@ def test_a_number_fits_and_keeps_its_size(value, width):
 )
 def test_cells_are_short(text, shown_as):
   assert text == shown_as
-
-
-def test_rows_on_disk_are_cut_back_to_the_restored_step(tmp_path):
-  path = tmp_path / "metrics.jsonl"
-  assert truncate_after(path, 0) == []
-  rows = [row(step) for step in (1, 2, 3)]
-  for each in rows:
-    append_row(path, each)
-  whole = path.read_bytes()
-  assert truncate_after(path, 3) == rows
-  assert path.read_bytes() == whole
-  assert truncate_after(path, 2) == rows[:2]
-  append_row(path, rows[2])
-  assert path.read_bytes() == whole
-  assert truncate_after(path, 0) == []
-  assert path.read_bytes() == b""
-
-
-def test_a_half_written_last_row_is_dropped(tmp_path):
-  path = tmp_path / "metrics.jsonl"
-  append_row(path, row(1))
-  whole = path.read_bytes()
-  for cut in (1, 10, len(whole) - 1):
-    path.write_bytes(whole + whole[:cut])
-    assert truncate_after(path, 9) == [row(1)]
-    assert path.read_bytes() == whole
-
-
-@pytest.mark.parametrize("bad", ["{", "[1]", '{"loss": 1}', '{"step": null}'])
-def test_another_bad_row_is_an_error_with_its_place(tmp_path, bad):
-  path = tmp_path / "metrics.jsonl"
-  path.write_text('{"step": 1}\n' + bad + '\n{"step": 2}\n')
-  with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a row: "):
-    truncate_after(path, 9)
-
-
-def test_a_row_is_on_the_disk_when_append_returns(tmp_path, monkeypatch):
-  path = tmp_path / "metrics.jsonl"
-  synced = []
-  monkeypatch.setattr(os, "fsync", lambda _: synced.append(path.read_bytes()))
-  append_row(path, row(1))
-  assert synced == [path.read_bytes()]
-  with pytest.raises(ValueError, match="JSON"):
-    append_row(path, row(2) | {"loss": math.nan})
-  assert len(path.read_bytes().splitlines()) == 1
-
-
-def test_the_curve_is_drawn_without_pyplot(tmp_path):
-  path = tmp_path / "rewards.png"
-  plot_rewards(path, [row(step) for step in range(1, 30)], title="tiny")
-  plot_rewards(path, [row(1)], title="a single update " * 20)
-  assert path.read_bytes().startswith(PNG)
-  assert pyplot.get_fignums() == []
-  with pytest.raises(ValueError, match=r"rows=\[\]"):
-    plot_rewards(path, [], title="tiny")
-
-
-def test_the_mean_is_over_the_last_updates():
-  values = np.array([1.0, 2.0, 3.0, 7.0])
-  assert report._moving_mean(values, 2) == [1.0, 1.5, 2.5, 5.0]
-  assert report._moving_mean(values, 9) == [1.0, 1.5, 2.0, 3.25]

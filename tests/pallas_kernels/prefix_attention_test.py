@@ -1,5 +1,6 @@
 """Every implementation of prefix attention passes the same claims."""
 
+import itertools
 from functools import partial
 
 import chex
@@ -82,7 +83,7 @@ def test_parts_over_any_split_of_the_keys_merge_to_the_whole(x64):
     edges = [0, *cuts, k.shape[1]]
     rest = {n: inputs[n] for n in ("q_positions", "scale")}
     parts = []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
       positions = inputs["k_positions"][:, start:stop]
       parts.append(
           op.prefix_attention(
