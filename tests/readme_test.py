@@ -1,13 +1,27 @@
 """The README's example runs as it stands, on a checkpoint like a user's."""
 
+# The example takes its names from this module.
+# ruff: noqa: F401
+
 import pathlib
 import re
 
 import jax
 import numpy as np
 
-from modeling.checkpoints import save_model
+from lstraw_jax.advantages import group_relative_advantages
+from lstraw_jax.capture import capture
+from lstraw_jax.objectives import denominator
+from lstraw_jax.optimizer import OptimizerConfig, make_optimizer
+from lstraw_jax.policy import make_policy
+from lstraw_jax.replay import ReplayConfig, replay, zero_gradients
+from lstraw_jax.rollouts import RolloutGroup, to_branch_batch
+from lstraw_jax.sampling import SamplingConfig, sample, to_rollouts
+from lstraw_jax.scoring import score
+from lstraw_jax.train_state import apply_gradients, make_train_state
+from modeling.checkpoints import load_config, load_model, save_model
 from modeling.presets import preset
+from modeling.qwen3_5_config import LoraConfig
 from tests.random_model import random_model
 
 NAMES = dict(globals())

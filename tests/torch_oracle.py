@@ -2,7 +2,7 @@
 
 The modelling code of transformers casts to float32 by hand in many places, and
 its cache writes states in place, which autograd refuses. `exact` undoes both
-while it is active; every function here is called inside it.
+while it is active: forwards and backwards run inside it.
 """
 
 import contextlib
@@ -176,7 +176,7 @@ def to_leaves(
     config: Qwen3_5Config, tensors: Mapping[str, torch.Tensor]
 ) -> dict[LeafPath, np.ndarray]:
   """Stacks tensors, named as the parameters of a model, into our leaves."""
-  abstract = checkpoint_names.leaves(abstract_model(config))
+  abstract = checkpoint_names.leaves(abstract_model(config.replace(lora=None)))
   leaves = {p: np.full(x.shape, np.nan) for p, x in abstract.items()}
   for name, place in checkpoint_names.places(config).items():
     tensor = tensors[checkpoint_names.prefixed(name)].numpy()

@@ -58,16 +58,15 @@ def plain_branches():
 def full_branches(kind):
   """The same with tool tokens, old and reference log-probs at some distance."""
   branches = tiny.branches(tiny.group(PROMPT, LENGTHS, masked=0.3))
-  scores = fast_score(
-      tiny.policy(KINDS[kind]),
-      captured(kind),
-      branches,
-      temperature=FULL.temperature,
-      block_tokens=64,
-      head_chunk_tokens=8,
-  ).log_probs
+  unknown = jnp.zeros(branches.inputs.shape)
+  branches = dataclasses.replace(
+      branches, old_log_probs=unknown, ref_log_probs=unknown
+  )
+  _, _, log_probs = oracle(
+      tiny.policy(KINDS[kind]), captured(kind), branches, config=FULL
+  )
   rng = np.random.default_rng(0)
-  near = lambda std: scores + std * rng.normal(size=scores.shape)
+  near = lambda std: log_probs + std * rng.normal(size=log_probs.shape)
   return dataclasses.replace(
       branches, old_log_probs=near(0.4), ref_log_probs=near(0.4)
   )

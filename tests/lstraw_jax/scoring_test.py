@@ -32,7 +32,7 @@ def captured(name):
   return tiny.captured(tiny.policy(CONFIGS[name]), PROMPT)
 
 
-def scores(name, branches, *, block_tokens=64):
+def scores(name, branches, *, block_tokens=7):
   """Scores branches behind the prompt."""
   return fast_score(
       tiny.policy(CONFIGS[name]),
@@ -74,8 +74,7 @@ def oracle(name, branches):
   )
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("block_tokens", [64, 7])
+@pytest.mark.parametrize("name,block_tokens", [("tiny", 7), ("tiny-moe", 64)])
 def test_ragged_responses_score_as_in_one_pass(x64, name, block_tokens):
   branches = tiny.branches(tiny.group(PROMPT, LENGTHS))
   found = scores(name, branches, block_tokens=block_tokens)
@@ -121,8 +120,8 @@ def test_padding_tokens_do_not_matter(x64):
   )
   jax.tree.map(
       np.testing.assert_array_equal,
-      scores("tiny", changed, block_tokens=7),
-      scores("tiny", branches, block_tokens=7),
+      scores("tiny", changed),
+      scores("tiny", branches),
   )
 
 

@@ -14,7 +14,6 @@ import pytest
 from modeling import checkpoint_names, layer_state, rope
 from modeling.layer_state import Prefix
 from modeling.qwen3_5_config import Qwen3_5Config
-from tests.quick_jit import quick_jit
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -105,7 +104,7 @@ def both(kind):
     chosen, logits = run(model, tokens)
     return chosen.mean(), (chosen, logits)
 
-  gradient = quick_jit(jax.grad(mean, has_aux=True))
+  gradient = jax.jit(jax.grad(mean, has_aux=True))
   gradients, (chosen, our_logits) = gradient(ours, TOKENS)
   return (
       (expected.detach().numpy(), logits.numpy(), expected_gradients),
@@ -187,7 +186,7 @@ def test_the_gradient_with_the_prompt_detached_is_that_of_pytorch(x64):
     )
     expected.mean().backward()
 
-  @quick_jit
+  @jax.jit
   def state_of_prompt(model, tokens):
     _, delta = model(
         tokens,
@@ -202,7 +201,7 @@ def test_the_gradient_with_the_prompt_detached_is_that_of_pytorch(x64):
     return chosen.mean(), chosen
 
   delta = state_of_prompt(ours, TOKENS[:1, : PROMPT - 1])
-  gradient = quick_jit(jax.grad(mean, has_aux=True))
+  gradient = jax.jit(jax.grad(mean, has_aux=True))
   gradients, chosen = gradient(ours, delta)
   np.testing.assert_allclose(
       chosen[0], expected.detach().numpy(), rtol=0, atol=LOGITS_TOLERANCE

@@ -10,7 +10,6 @@ from modeling import checkpoint_names, checkpoints, layer_state, presets
 from modeling.layer_state import KvState, Prefix
 from modeling.qwen3_5 import parameter_count
 from modeling.qwen3_5_config import LINEAR_NAMES, LoraConfig
-from tests.quick_jit import quick_jit
 from tests.random_model import random_model
 
 FLOAT64_TOLERANCE = 1e-11
@@ -29,7 +28,7 @@ def segment(model, tokens, positions, prefixes=(), recurrent=None):
   )
 
 
-run = quick_jit(segment)
+run = jax.jit(segment)
 
 
 def draw_tokens(*shape):
@@ -148,10 +147,10 @@ def value(model, tokens):
   return jnp.sin(model.logits(hidden)).sum()
 
 
-plain_value = quick_jit(value)
+plain_value = jax.jit(value)
 
 
-@quick_jit
+@jax.jit
 def value_and_gradients(model, tokens):
   """The same with its gradients by leaf."""
   result, gradients = jax.value_and_grad(value)(model, tokens)
