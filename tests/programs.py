@@ -4,8 +4,6 @@ import re
 
 import jax
 
-from tests.quick_jit import quick_jit
-
 
 def buffer_shapes(compiled: jax.stages.Compiled) -> set[tuple[int, ...]]:
   """Returns the shape of every array named in the optimised program."""
@@ -26,12 +24,3 @@ def buffers_with(compiled: jax.stages.Compiled, *sizes: int) -> list[tuple]:
 def temp_bytes(compiled: jax.stages.Compiled) -> int:
   """Returns the bytes a program needs beside its inputs and outputs."""
   return compiled.memory_analysis().temp_size_in_bytes
-
-
-def quickly(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-  """Compiles a program as `quick_jit` does.
-
-  Only code generation is simpler: its buffers are those of the real program,
-  to about 300 bytes of its temporaries.
-  """
-  return lowered.compile(quick_jit.keywords["compiler_options"])

@@ -1,13 +1,12 @@
 """Tiny policies, prompts and responses, at random, for tests of the update."""
 
 import functools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lstraw_jax import capture
+from lstraw_jax.capture import capture
 from lstraw_jax.policy import Policy, make_policy
 from lstraw_jax.prompt_state import PromptState
 from lstraw_jax.rollouts import (
@@ -18,11 +17,9 @@ from lstraw_jax.rollouts import (
 )
 from modeling.presets import preset
 from modeling.qwen3_5_config import LINEAR_NAMES, LoraConfig, Qwen3_5Config
-from tests.quick_jit import quick_jit
 from tests.random_model import random_model
 
 ALL_ADAPTERS = LoraConfig(rank=2, alpha=4.0, targets=LINEAR_NAMES)
-CAPTURE_CHUNK = quick_jit(capture.capture_chunk, donate_argnames="state")
 
 
 def config(name: str = "tiny", *, dtype: str = "float64", **changes):
@@ -46,9 +43,8 @@ def fresh(policy: Policy) -> Policy:
 
 
 def captured(policy: Policy, prompt_tokens: np.ndarray) -> PromptState:
-  """Captures a prompt in chunks of 8, by a program that compiles fast."""
-  with mock.patch.object(capture, "capture_chunk", CAPTURE_CHUNK):
-    return capture.capture(policy, prompt_tokens, chunk_tokens=8)
+  """Captures a prompt in chunks of 8, so that files share a program."""
+  return capture(policy, prompt_tokens, chunk_tokens=8)
 
 
 def tokens(count: int, *, seed: int = 0, vocab_size: int = 256) -> np.ndarray:

@@ -12,7 +12,6 @@ from lstraw_jax.capture import capture, capture_chunk, extend
 from lstraw_jax.prompt_state import empty_prompt_state, nbytes
 from modeling.layer_state import DeltaState, KvState, empty_recurrent
 from tests import programs, tiny
-from tests.quick_jit import quick_jit
 
 FLOAT64_TOLERANCE = 1e-11
 CONFIG = tiny.config()
@@ -20,13 +19,7 @@ PROMPT = tiny.tokens(150)
 CAPACITY = 192
 
 
-@pytest.fixture(autouse=True)
-def compiles_fast(monkeypatch):
-  """Takes a program that compiles fast in place of the real one."""
-  monkeypatch.setattr("lstraw_jax.capture.capture_chunk", tiny.CAPTURE_CHUNK)
-
-
-@quick_jit
+@jax.jit
 def one_pass(policy, tokens, count):
   """Runs all tokens at once, behind nothing; `count` of them are real."""
   offset = jnp.arange(tokens.shape[0], dtype=jnp.int32)
@@ -164,12 +157,12 @@ def lowered(capacity: int, chunk: int):
 
 
 def test_a_chunk_is_written_in_place(x64):
-  compiled = programs.quickly(lowered(2560, 16))
+  compiled = lowered(2560, 16).compile()
   analysis = compiled.memory_analysis()
   assert analysis.alias_size_in_bytes == nbytes(CONFIG, capacity=2560)
   assert "input_output_alias" in compiled.as_text()
   # One layer's keys and values are sliced off the stack; not all are copied.
-  larger = programs.quickly(lowered(4 * 2560, 16))
+  larger = lowered(4 * 2560, 16).compile()
   growth = programs.temp_bytes(larger) - programs.temp_bytes(compiled)
   state_growth = nbytes(CONFIG, capacity=3 * 2560)
   assert growth < 1.02 * state_growth / CONFIG.num_blocks
@@ -177,7 +170,7 @@ def test_a_chunk_is_written_in_place(x64):
 
 def test_prompts_of_one_bucket_share_a_program(x64):
   policy = tiny.policy(CONFIG)
-  before = tiny.CAPTURE_CHUNK._cache_size()
+  before = capture_chunk._cache_size()
   for length in (26, 30, 27, 33, 29):  # 32 slots
     capture(policy, tiny.tokens(length), chunk_tokens=8)
-  assert tiny.CAPTURE_CHUNK._cache_size() == before + 1
+  assert capture_chunk._cache_size() == before + 1

@@ -12,7 +12,6 @@ from lstraw_jax.log_probs import TokenScores, token_log_probs
 from lstraw_jax.policy import make_policy
 from modeling.qwen3_5 import Qwen3_5
 from tests import programs, tiny
-from tests.quick_jit import quick_jit
 from tests.random_model import random_model
 
 FLOAT64_TOLERANCE = 1e-12
@@ -48,7 +47,7 @@ def value_and_gradients(scores, config, **settings):
   """Compiles scores and gradients of a random sum of both, head included."""
   graphdef = tiny.policy(config).graphdef
 
-  @quick_jit
+  @jax.jit
   def run(trainable, frozen, hidden, targets, keep):
     def loss(trainable, hidden):
       model = nnx.merge(graphdef, trainable, frozen)
@@ -138,7 +137,7 @@ def test_only_rows_that_carry_loss_are_projected(
   keep = np.zeros((1, 40), bool)
   keep[0, np.random.default_rng(0).permutation(40)[:kept]] = True
 
-  @quick_jit
+  @jax.jit
   def scores(model, hidden, targets, keep):
     return token_log_probs(
         model, hidden, targets, keep, temperature=1.0, chunk_tokens=4
@@ -157,7 +156,7 @@ def test_log_probs_of_large_bfloat16_logits_are_never_positive():
   hidden, _, _ = problem(config, rows=64)
   keep = jnp.ones((1, 64), bool)
 
-  @quick_jit
+  @jax.jit
   def scores(model, hidden):
     targets = jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
     return token_log_probs(
@@ -178,7 +177,7 @@ def test_a_bfloat16_head_accumulates_in_float32():
   narrow = tiny.config(vocab_size=VOCAB, hidden_size=512, dtype="bfloat16")
   model = random_model(narrow)
   hidden, targets, keep = problem(narrow, rows=64, keep=1.0)
-  scores = quick_jit(
+  scores = jax.jit(
       lambda model, *inputs: token_log_probs(
           model, *inputs, temperature=1.0, chunk_tokens=16
       )
@@ -203,7 +202,7 @@ def test_no_buffer_holds_the_vocabulary_for_more_rows_than_a_chunk():
     )
     return found.log_probs.sum() + found.entropy.sum()
 
-  gradient = quick_jit(jax.value_and_grad(loss, (0, 1)))
+  gradient = jax.jit(jax.value_and_grad(loss, (0, 1)))
   compiled = gradient.lower(policy, *inputs).compile()
   with_vocab = programs.buffers_with(compiled, VOCAB)
   assert (64, VOCAB) in with_vocab

@@ -14,7 +14,6 @@ from modeling.parameter import param
 from modeling.qwen3_5 import abstract_model
 from modeling.qwen3_5_config import LoraConfig
 from tests import tiny
-from tests.quick_jit import quick_jit
 
 BASE = OptimizerConfig(learning_rate=0.1)
 # Vectors of one layer; stacked over layers they are matrices too.
@@ -34,7 +33,7 @@ def updates(config, weights, gradients):
   """Updates of consecutive steps, for a gradient each."""
   optimizer = make_optimizer(config)
 
-  @quick_jit
+  @jax.jit
   def run(weights, gradients):
     state, found = optimizer.init(weights), []
     for gradient in gradients:

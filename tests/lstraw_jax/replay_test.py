@@ -17,7 +17,6 @@ from lstraw_jax.rollouts import BranchBatch
 from lstraw_jax.scoring import score
 from modeling.qwen3_5 import abstract_model
 from tests import programs, tiny
-from tests.quick_jit import quick_jit
 
 GRADIENT_TOLERANCE = 1e-10  # float64, relative to the largest entry of a leaf
 FLOAT64_TOLERANCE = 1e-12
@@ -36,11 +35,6 @@ FULL = dataclasses.replace(
     temperature=0.7,
     block_tokens=7,
     objective=ObjectiveConfig(kl_coef=0.1, aggregation="token_mean"),
-)
-
-fast_replay = quick_jit(replay, static_argnames=("config", "progress"))
-fast_score = quick_jit(
-    score, static_argnames=("temperature", "block_tokens", "head_chunk_tokens")
 )
 
 
@@ -77,10 +71,10 @@ def replayed(kind, branches, config=PLAIN, **settings):
   policy = tiny.policy(KINDS[kind])
   config = dataclasses.replace(config, **settings)
   gradients = zero_gradients(policy)
-  return fast_replay(policy, captured(kind), branches, gradients, config=config)
+  return replay(policy, captured(kind), branches, gradients, config=config)
 
 
-@partial(quick_jit, static_argnames="config")
+@partial(jax.jit, static_argnames="config")
 def oracle(policy, prompt, branches, *, config):
   """Loss, gradient and log-probs of all branches, as one batch in one graph.
 
@@ -192,7 +186,7 @@ def test_the_first_ratio_is_exactly_one(x64):
 
 def test_log_probs_and_entropy_are_those_of_scoring(x64):
   branches = plain_branches()
-  scores = fast_score(
+  scores = score(
       tiny.policy(KINDS["dense"]),
       captured("dense"),
       branches,
@@ -216,7 +210,7 @@ def test_a_group_adds_up_its_branches_one_by_one(x64):
   policy = tiny.policy(KINDS["dense"])
   gradients, loss, log_probs = zero_gradients(policy), 0.0, []
   for index in range(len(LENGTHS)):
-    one = fast_replay(
+    one = replay(
         policy,
         captured("dense"),
         jax.tree.map(lambda x, i=index: x[i : i + 1], branches),
@@ -251,7 +245,7 @@ def test_one_token_behind_a_prompt_of_one_token_and_its_progress(x64):
   policy, calls = tiny.policy(KINDS["dense"]), []
   prompt = captured("dense", prompt_tokens=1)
   branches = tiny.branches(tiny.group(PROMPT[:1], (1, 1, 1)), multiple=1)
-  found = fast_replay(
+  found = replay(
       policy,
       prompt,
       branches,
@@ -334,7 +328,7 @@ def compiled(*, group_size=2, slots=SLOTS):
       jax.eval_shape(zero_gradients, policy),
       config=config,
   )
-  return programs.quickly(lowered)
+  return lowered.compile()
 
 
 def test_memory_does_not_grow_with_the_group():

@@ -12,7 +12,6 @@ from lstraw_jax.sampling import SamplingConfig, sample, to_rollouts
 from lstraw_jax.scoring import score
 from modeling.layer_state import empty_recurrent
 from tests import tiny
-from tests.quick_jit import quick_jit
 
 VOCAB = 11
 DTYPES = {"float32": 1e-5, "float64": 1e-11}  # tolerance against scoring
@@ -22,11 +21,6 @@ ONE = SamplingConfig(max_tokens=1, temperature=1.5)
 MANY = SamplingConfig(max_tokens=12, temperature=1.2, stop_tokens=STOPS)
 GREEDY = SamplingConfig(max_tokens=12, temperature=0.0)
 DRAWS = 1000
-
-fast_sample = quick_jit(sample, static_argnames=("group_size", "config"))
-fast_score = quick_jit(
-    score, static_argnames=("temperature", "block_tokens", "head_chunk_tokens")
-)
 
 
 def policy(dtype="float64"):
@@ -45,7 +39,7 @@ def samples(config, *, group_size=8, seed=0, dtype="float64"):
   """Samples behind the prompt, on the host."""
   key = jax.random.key(seed)
   return jax.device_get(
-      fast_sample(
+      sample(
           policy(dtype),
           captured(dtype),
           key,
@@ -55,7 +49,7 @@ def samples(config, *, group_size=8, seed=0, dtype="float64"):
   )
 
 
-@quick_jit
+@jax.jit
 def all_logits(policy, sequences):
   """Logits of every position, by one pass without any state."""
   positions = jnp.arange(sequences.shape[1], dtype=jnp.int32)[None]
@@ -144,7 +138,7 @@ def test_sampled_log_probs_are_those_of_scoring(x64, dtype):
   drawn = samples(MANY, dtype=dtype)
   rollouts = to_rollouts(drawn, np.arange(8.0))
   group = RolloutGroup(group_id="a", prompt_tokens=PROMPT, rollouts=rollouts)
-  scores = fast_score(
+  scores = score(
       policy(dtype),
       captured(dtype),
       tiny.branches(group, multiple=12),

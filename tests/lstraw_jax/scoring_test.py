@@ -12,18 +12,12 @@ from lstraw_jax.log_probs import TokenScores
 from lstraw_jax.scoring import score
 from modeling.layer_state import empty_recurrent
 from tests import tiny
-from tests.quick_jit import quick_jit
 
 FLOAT64_TOLERANCE = 1e-11
 CONFIGS = {name: tiny.config(name) for name in ("tiny", "tiny-moe")}
 PROMPT = tiny.tokens(21)
 LENGTHS = (1, 20, 5, 13)
 TEMPERATURE = 0.7
-
-fast_score = quick_jit(
-    score,
-    static_argnames=("temperature", "block_tokens", "head_chunk_tokens"),
-)
 
 
 @functools.cache
@@ -34,7 +28,7 @@ def captured(name):
 
 def scores(name, branches, *, block_tokens=7):
   """Scores branches behind the prompt."""
-  return fast_score(
+  return score(
       tiny.policy(CONFIGS[name]),
       captured(name),
       branches,
@@ -44,7 +38,7 @@ def scores(name, branches, *, block_tokens=7):
   )
 
 
-@quick_jit
+@jax.jit
 def full_pass(policy, sequences, lengths, targets):
   """Scores of targets [G, R] by one pass over sequences [G, P - 1 + R]."""
   offset = jnp.arange(sequences.shape[1], dtype=jnp.int32)[None]

@@ -18,7 +18,6 @@ from lstraw_jax.scoring import score
 from lstraw_jax.train_state import make_train_state
 from lstraw_jax.train_step import Request, UpdateConfig, train_step
 from tests import tiny
-from tests.quick_jit import quick_jit
 
 FLOAT64_TOLERANCE = 1e-12
 CONFIG = tiny.config()
@@ -41,21 +40,6 @@ FULL = dataclasses.replace(
 SGD = optax.sgd(1.0)  # its update is the gradient
 FIXED = optax.sgd(0.0)
 CALLS = []
-
-fast_replay = quick_jit(
-    replay, static_argnames=("config", "progress"), donate_argnames="gradients"
-)
-fast_score = quick_jit(
-    score, static_argnames=("temperature", "block_tokens", "head_chunk_tokens")
-)
-
-
-@pytest.fixture(autouse=True)
-def compiles_fast(monkeypatch):
-  """Takes programs that compile fast in place of the real ones."""
-  monkeypatch.setattr("lstraw_jax.capture.capture_chunk", tiny.CAPTURE_CHUNK)
-  monkeypatch.setattr("lstraw_jax.train_step.replay", fast_replay)
-  monkeypatch.setattr("lstraw_jax.train_step.score", fast_score)
 
 
 def record(*call):
@@ -117,7 +101,7 @@ def gradient_of(name):
 
 def scored(policy, prompt, group):
   """Scores of a group behind a prompt's state, at temperature 1."""
-  return fast_score(
+  return score(
       policy,
       prompt,
       tiny.branches(group, multiple=8),
@@ -343,11 +327,11 @@ def test_the_state_says_which_policy_captured_it(x64):
 
 def test_lengths_of_one_bucket_share_a_program(x64):
   step(train_state(), [group_a()])
-  before = fast_replay._cache_size()
+  before = replay._cache_size()
   for seed, lengths in enumerate([(1, 2, 3), (8, 8, 8), (7, 1, 5)]):
     prompt = tiny.tokens(10 + 3 * seed)  # 16 slots
     step(train_state(), [tiny.group(prompt, lengths)])
-  assert fast_replay._cache_size() == before
+  assert replay._cache_size() == before
 
 
 @pytest.mark.parametrize(
