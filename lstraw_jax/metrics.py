@@ -14,7 +14,7 @@ from lstraw_jax.objectives import TokenLosses
 
 
 class TokenStats(NamedTuple):
-  """Sums and maxima over the tokens that carry loss; all are scalars."""
+  """Sums and a maximum over tokens that carry loss; scalars, or stacked."""
 
   tokens: jax.Array
   ratio_sum: jax.Array
@@ -23,17 +23,10 @@ class TokenStats(NamedTuple):
   kl_sum: jax.Array
   entropy_sum: jax.Array
 
-  @classmethod
-  def empty(cls, dtype: jnp.dtype) -> "TokenStats":
-    """Statistics of no token."""
-    return cls(*(jnp.zeros((), dtype) for _ in cls._fields))
-
-  def merge(self, other: "TokenStats") -> "TokenStats":
-    """Statistics of both sets of tokens."""
-    merged = jax.tree.map(jnp.add, self, other)
-    return merged._replace(
-        ratio_max=jnp.maximum(self.ratio_max, other.ratio_max)
-    )
+  def combine(self) -> "TokenStats":
+    """Statistics of all the sets of tokens whose own are stacked in this."""
+    sums = jax.tree.map(jnp.sum, self)
+    return sums._replace(ratio_max=self.ratio_max.max())
 
   def means(self) -> dict[str, float]:
     """Returns what a log row shows, on the host."""

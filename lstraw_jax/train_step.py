@@ -30,7 +30,6 @@ from lstraw_jax.replay import ReplayConfig, replay, zero_gradients
 from lstraw_jax.rollouts import BranchBatch, RolloutGroup, to_branch_batch
 from lstraw_jax.scoring import score
 from lstraw_jax.train_state import TrainState, apply_gradients
-from pallas_kernels.shapes import wide_dtype
 
 Respond = Callable[[Policy, PromptState, jax.Array], RolloutGroup]
 
@@ -105,7 +104,7 @@ def train_step(
   policy = state.policy
   key = jax.random.fold_in(state.key, state.step)
   gradients = zero_gradients(policy)
-  totals = _Totals(wide_dtype(policy.config.dtype))
+  totals = _Totals()
 
   for index, (prompt_tokens, respond) in enumerate(requests):
     with clock.phase("capture"):
@@ -190,8 +189,8 @@ def _score_reference(state, prompt_tokens, branches: BranchBatch, config):
 class _Totals:
   """Sums over the groups of a step, on the host."""
 
-  def __init__(self, dtype):
-    self.stats = TokenStats.empty(dtype)
+  def __init__(self):
+    self.stats: list[TokenStats] = []
     self.denominator = 0
     self.loss = 0.0
     self.rewards: list[float] = []
@@ -200,7 +199,7 @@ class _Totals:
     self.response_tokens = 0
 
   def add(self, group: RolloutGroup, branches, replayed, config):
-    self.stats = self.stats.merge(replayed.stats)
+    self.stats.append(replayed.stats)
     self.loss += float(replayed.loss)
     aggregation = config.replay.objective.aggregation
     self.denominator += int(
@@ -216,6 +215,7 @@ class _Totals:
         self.gaps.append(gap[rollout.loss_mask])
 
   def metrics(self, grad_norm: float) -> UpdateMetrics:
+    stats = jax.tree.map(lambda *x: jnp.stack(x), *self.stats)
     gaps = np.concatenate(self.gaps) if self.gaps else np.array([np.nan])
     return UpdateMetrics(
         loss=self.loss / self.denominator,
@@ -225,5 +225,5 @@ class _Totals:
         response_tokens=self.response_tokens,
         denominator=self.denominator,
         sampler_gap_nats=float(gaps.mean()),
-        tokens=self.stats.means(),
+        tokens=stats.combine().means(),
     )
