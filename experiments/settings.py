@@ -7,7 +7,6 @@ from typing import Any
 import grain
 import jax
 import numpy as np
-from absl import logging
 from flax import nnx
 
 from experiments import pydoc_text
@@ -81,6 +80,8 @@ def make_requests(config: Any, settings: Settings) -> Requests:
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.data.max_response_tokens,
     )
+    if settings.update.old_log_probs == "rollouts":
+      _require_log_probs(groups, config.data.rollouts)
     data = grain.MapDataset.source(groups).shuffle(seed=config.seed).repeat()
     make = lambda group, _: Request(group.prompt_tokens, lambda *_: group)
   else:
@@ -108,11 +109,25 @@ def load_policy(config: Any, model: Qwen3_5Config) -> Policy:
   """Loads the checkpoint, or draws the preset's weights from the seed."""
   if config.model.checkpoint:
     loaded, report = load_model(config.model.checkpoint, config=model)
-    logging.info("loaded %s: %s", config.model.checkpoint, report)
+    print(
+        f"loaded {report.loaded} tensors of {config.model.checkpoint}; skipped"
+        f" {len(report.vision)} of vision and {len(report.mtp)} of multi-token"
+        f" prediction; drew {len(report.fresh)} adapter weights"
+    )
     return make_policy(loaded)
   return make_policy(
       jax.jit(lambda: Qwen3_5(model, rngs=nnx.Rngs(config.seed)))()
   )
+
+
+def _require_log_probs(groups, path) -> None:
+  for group in groups:
+    if any(rollout.log_probs is None for rollout in group.rollouts):
+      raise ValueError(
+          f"{path}: group_id={group.group_id!r} has no log_probs, which"
+          " train.old_log_probs='rollouts' wants. Store them when sampling, or"
+          " set train.old_log_probs=policy"
+      )
 
 
 def _model_config(config) -> Qwen3_5Config:

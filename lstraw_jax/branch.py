@@ -13,7 +13,6 @@ from lstraw_jax.log_probs import TokenScores, token_log_probs
 from lstraw_jax.prompt_state import (
     BranchState,
     PromptState,
-    append_to_branch,
     fork,
     next_positions,
 )
@@ -75,10 +74,3 @@ def run_block(
 def start_branch(prompt: PromptState, blocks: Block) -> BranchState:
   """Returns an empty branch with room for all blocks."""
   return fork(prompt, branches=1, slots=blocks.inputs.size)
-
-
-def advance(
-    branch: BranchState, delta: SegmentDelta, positions: jax.Array
-) -> BranchState:
-  """Returns the branch after a block."""
-  return append_to_branch(branch, delta, positions_BT=positions)

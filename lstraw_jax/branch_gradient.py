@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lstraw_jax.branch import Block, advance, start_branch
+from lstraw_jax.branch import Block, start_branch
 from lstraw_jax.log_probs import TokenScores
 from lstraw_jax.policy import Policy
-from lstraw_jax.prompt_state import BranchState, PromptState
+from lstraw_jax.prompt_state import BranchState, PromptState, append_to_branch
 from modeling.layer_state import DeltaState, KvState
 from modeling.qwen3_5 import Qwen3_5, SegmentDelta
 from pallas_kernels.shapes import wide
@@ -123,7 +123,8 @@ def _walk(policy, prompt, blocks, run_block):
 
   def step(branch, block):
     _, delta, positions = run_block(model, prompt, branch, block)
-    return advance(branch, delta, positions), branch.recurrent
+    grown = append_to_branch(branch, delta, positions_BT=positions)
+    return grown, branch.recurrent
 
   branch, boundaries = jax.lax.scan(
       step, branch, jax.tree.map(lambda x: x[:-1], blocks)

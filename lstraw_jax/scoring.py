@@ -4,10 +4,10 @@ from functools import partial
 
 import jax
 
-from lstraw_jax.branch import advance, run_block, start_branch, to_blocks
+from lstraw_jax.branch import run_block, start_branch, to_blocks
 from lstraw_jax.log_probs import TokenScores
 from lstraw_jax.policy import Policy
-from lstraw_jax.prompt_state import PromptState
+from lstraw_jax.prompt_state import PromptState, append_to_branch
 from lstraw_jax.rollouts import BranchBatch
 
 
@@ -50,7 +50,7 @@ def score(
           temperature=temperature,
           head_chunk_tokens=head_chunk_tokens,
       )
-      return advance(state, delta, positions), scores
+      return append_to_branch(state, delta, positions_BT=positions), scores
 
     _, scores = jax.lax.scan(step, start_branch(prompt, blocks), blocks)
     length = branch.inputs.shape[0]

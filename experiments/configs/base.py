@@ -56,7 +56,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.train = ml_collections.ConfigDict()
   config.train.steps = 100
   config.train.prompts_per_step = 1
-  config.train.group_size = 8
+  config.train.group_size = 8  # of sampling; a file's groups have their own
   config.train.prompt_gradient = "dropped"  # says what the gradient leaves out
   config.train.normalize_std = True
   config.train.old_log_probs = "policy"  # or "rollouts": those in the file

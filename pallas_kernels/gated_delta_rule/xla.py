@@ -83,7 +83,7 @@ def unit_lower_inverse(a: jax.Array) -> jax.Array:
 
 
 def _small_inverse(a):
-  """(I - a)(I + a^2)(I + a^4): exact, since a^8 = 0, and its terms stay small."""
+  """(I - a)(I + a^2)(I + a^4): exact, since a^8 = 0; its terms stay small."""
   square = _einsum("...ij,...jk->...ik", a, a)
   fourth = _einsum("...ij,...jk->...ik", square, square)
   inverse = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape) - a

@@ -170,9 +170,7 @@ def test_a_response_starts_at_the_position_of_the_last_prompt_token():
   assert batch.inputs[0, 1] == group.rollouts[0].tokens[0]  # position P
 
 
-@pytest.mark.parametrize(
-    "leaf", ["slots", "recurrent", "length", "next_token", "positions"]
-)
+@pytest.mark.parametrize("leaf", ["length", "next_token", "positions"])
 def test_a_leaf_of_another_batch_is_refused(leaf):
   one, two = (
       jax.eval_shape(partial(empty_prompt_state, CONFIG, capacity=4, batch=n))
@@ -182,12 +180,27 @@ def test_a_leaf_of_another_batch_is_refused(leaf):
     check(dataclasses.replace(one, **{leaf: getattr(two, leaf)}))
 
 
-@pytest.mark.parametrize("leaf,name", [("k", "slots.k"), ("v", "slots.v")])
-def test_slots_of_another_capacity_are_refused_by_name(leaf, name):
-  small, large = (
-      jax.eval_shape(partial(empty_prompt_state, CONFIG, capacity=n))
-      for n in (4, 8)
+@pytest.mark.parametrize(
+    "part,leaf,name",
+    [
+        ("slots", "k", "slots.k"),
+        ("slots", "v", "slots.v"),
+        ("recurrent", "recurrent", "recurrent"),
+        ("recurrent", "conv", "conv"),
+    ],
+)
+@pytest.mark.parametrize("other", [{"batch": 2}, {"capacity": 8}])
+def test_a_leaf_that_fits_no_other_is_refused_by_name(part, leaf, name, other):
+  ours, theirs = (
+      jax.eval_shape(partial(empty_prompt_state, CONFIG, **sizes))
+      for sizes in ({"capacity": 4}, {"capacity": 4} | other)
   )
-  slots = dataclasses.replace(small.slots, **{leaf: getattr(large.slots, leaf)})
+  mixed = dataclasses.replace(
+      getattr(ours, part), **{leaf: getattr(getattr(theirs, part), leaf)}
+  )
+  state = dataclasses.replace(ours, **{part: mixed})
+  if part == "recurrent" and "capacity" in other:
+    check(state)  # it is of one size, whatever was seen
+    return
   with pytest.raises(ValueError, match=f"prompt state: {name} do not fit"):
-    check(dataclasses.replace(small, slots=slots))
+    check(state)

@@ -19,6 +19,7 @@ PROMPT = tiny.tokens(13, vocab_size=VOCAB)
 STOPS = (5, 6)
 ONE = SamplingConfig(max_tokens=1, temperature=1.5)
 MANY = SamplingConfig(max_tokens=12, temperature=1.2, stop_tokens=STOPS)
+UNIFORM = SamplingConfig(max_tokens=12, temperature=1e9)
 GREEDY = SamplingConfig(max_tokens=12, temperature=0.0)
 DRAWS = 1000
 
@@ -124,6 +125,14 @@ def test_a_response_does_not_depend_on_its_siblings(x64):
   np.testing.assert_array_equal(many.lengths[:3], few.lengths)
   np.testing.assert_allclose(many.log_probs[:3], few.log_probs, atol=1e-11)
   assert len({row.tobytes() for row in many.tokens}) >= 7
+
+
+def test_every_token_of_every_response_is_drawn_anew(x64):
+  """At a temperature where the logits do not matter."""
+  drawn = samples(UNIFORM, group_size=8)
+  assert_drawn_from(drawn.tokens.reshape(-1), np.full(VOCAB, 1 / VOCAB))
+  assert all(len(set(row)) > 4 for row in drawn.tokens)
+  assert all(len(set(column)) > 2 for column in drawn.tokens.T)
 
 
 def test_another_key_gives_other_responses(x64):
