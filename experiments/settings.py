@@ -1,28 +1,21 @@
 """From the settings of a config file to the library's own types."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-import grain
 import jax
-import numpy as np
 from flax import nnx
 
-from experiments import pydoc_text
 from lstraw_jax.objectives import ObjectiveConfig
 from lstraw_jax.optimizer import OptimizerConfig
 from lstraw_jax.policy import Policy, make_policy
 from lstraw_jax.replay import ReplayConfig
-from lstraw_jax.rollout_reader import read_rollout_groups
 from lstraw_jax.sampling import SamplingConfig
-from lstraw_jax.train_step import Request, UpdateConfig
+from lstraw_jax.train_step import UpdateConfig
 from modeling.checkpoints import load_config, load_model
 from modeling.presets import preset
 from modeling.qwen3_5 import Qwen3_5
 from modeling.qwen3_5_config import LoraConfig, Qwen3_5Config
-
-Requests = Callable[[int], list[Request]]  # data position -> one step's groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,40 +64,6 @@ def read_settings(config: Any) -> Settings:
   )
 
 
-def make_requests(config: Any, settings: Settings) -> Requests:
-  """Returns the groups of each step, by position in the endless data."""
-  if config.data.rollouts:
-    groups = read_rollout_groups(
-        config.data.rollouts,
-        vocab_size=settings.model.vocab_size,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=config.data.max_response_tokens,
-    )
-    if settings.update.old_log_probs == "rollouts":
-      _require_log_probs(groups, config.data.rollouts)
-    data = grain.MapDataset.source(groups).shuffle(seed=config.seed).repeat()
-    make = lambda group, _: Request(group.prompt_tokens, lambda *_: group)
-  else:
-    tokenizer = pydoc_text.load_tokenizer(config.model.checkpoint)
-    data = pydoc_text.prompts(
-        tokenizer,
-        prompt_tokens=config.data.prompt_tokens,
-        vocab_size=settings.model.vocab_size,
-        seed=config.seed,
-    )
-    make = lambda prompt, index: pydoc_text.request(
-        np.asarray(prompt),
-        group_id=f"text-{index}",
-        tokenizer=tokenizer,
-        group_size=config.train.group_size,
-        sampling=settings.sampling,
-    )
-  count = config.train.prompts_per_step
-  return lambda position: [
-      make(data[index], index) for index in range(position, position + count)
-  ]
-
-
 def load_policy(config: Any, model: Qwen3_5Config) -> Policy:
   """Loads the checkpoint, or draws the preset's weights from the seed."""
   if config.model.checkpoint:
@@ -118,16 +77,6 @@ def load_policy(config: Any, model: Qwen3_5Config) -> Policy:
   return make_policy(
       jax.jit(lambda: Qwen3_5(model, rngs=nnx.Rngs(config.seed)))()
   )
-
-
-def _require_log_probs(groups, path) -> None:
-  for group in groups:
-    if any(rollout.log_probs is None for rollout in group.rollouts):
-      raise ValueError(
-          f"{path}: group_id={group.group_id!r} has no log_probs, which"
-          " train.old_log_probs='rollouts' wants. Store them when sampling, or"
-          " set train.old_log_probs=policy"
-      )
 
 
 def _model_config(config) -> Qwen3_5Config:

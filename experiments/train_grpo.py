@@ -22,7 +22,8 @@ from absl import flags
 from ml_collections import config_flags
 
 from experiments import command_line
-from experiments.settings import load_policy, make_requests, read_settings
+from experiments.requests import make_requests
+from experiments.settings import load_policy, read_settings
 from lstraw_jax.checkpoint import TrainCheckpoints
 from lstraw_jax.metrics import PhaseClock, peak_memory
 from lstraw_jax.optimizer import make_optimizer

@@ -7,6 +7,7 @@ import pytest
 
 from experiments import settings, train_grpo
 from experiments.configs import tiny
+from experiments.requests import make_requests
 from modeling.checkpoints import save_model
 from modeling.presets import preset
 from tests.random_model import random_model
@@ -56,7 +57,7 @@ def test_adapters_train_on_rollouts_from_a_file(tmp_path):
   write_rollouts(tmp_path / "groups.jsonl")
   config = offline_config(tmp_path)
   read = settings.read_settings(config)
-  requests = settings.make_requests(config, read)
+  requests = make_requests(config, read)
   rows = train_grpo.train(config, read, requests, workdir=tmp_path / "run")
 
   assert [row["step"] for row in rows] == [1, 2, 3]
@@ -87,4 +88,4 @@ def test_stored_log_probs_are_asked_for_where_there_are_none(tmp_path):
   with pytest.raises(
       ValueError, match=r"groups\.jsonl: group_id='a' has no log_probs"
   ):
-    settings.make_requests(config, read)
+    make_requests(config, read)

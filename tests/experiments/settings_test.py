@@ -1,7 +1,5 @@
 """From settings to the library's types: what is taken over, what is refused."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
@@ -82,27 +80,6 @@ def test_a_checkpoint_takes_the_place_of_the_preset(tmp_path):
   read = settings.read_settings(changed)
   policy = settings.load_policy(changed, read.model)
   jax.tree.map(np.testing.assert_array_equal, policy, make_policy(model))
-
-
-def test_rollouts_from_a_file_take_the_place_of_sampling(tmp_path):
-  groups = [
-      {
-          "group_id": name,
-          "prompt_tokens": [1, 2, 3],
-          "responses": [
-              {"tokens": [4, 5], "reward": 0.0},
-              {"tokens": [6], "reward": 1.0},
-          ],
-      }
-      for name in "ab"
-  ]
-  path = tmp_path / "groups.jsonl"
-  path.write_text("".join(json.dumps(group) + "\n" for group in groups))
-  changed = config(data__rollouts=str(path), train__prompts_per_step=2)
-  requests = settings.make_requests(changed, settings.read_settings(changed))
-  for position in (0, 2, 100):
-    step = [respond(None, None, None) for _, respond in requests(position)]
-    assert {group.group_id for group in step} == {"a", "b"}
 
 
 def test_default_lora_targets_are_the_library_s():

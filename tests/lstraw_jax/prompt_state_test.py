@@ -61,6 +61,9 @@ def test_keys_and_values_of_27b_take_65536_bytes_a_token():
   # Beside them a slot has its position; all else is of one size.
   per_slot = nbytes(config, capacity=101) - nbytes(config, capacity=100)
   assert per_slot == 65536 + 4
+  # 48 Gated DeltaNet layers: a float32 state, and 3 inputs of 10,240 channels.
+  recurrent = 48 * (48 * 128 * 128 * 4 + 3 * 10240 * 2)
+  assert nbytes(config, capacity=0) == recurrent + 3 * 4
   million = nbytes(config, capacity=2**20)
   assert million == 2**20 * 65540 + nbytes(config, capacity=0)
 

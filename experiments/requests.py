@@ -1,0 +1,58 @@
+"""The prompts of each step: from a file of rollouts, or of the text task."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grain
+import numpy as np
+
+from experiments import pydoc_text
+from experiments.settings import Settings
+from lstraw_jax.rollout_reader import read_rollout_groups
+from lstraw_jax.train_step import Request
+
+Requests = Callable[[int], list[Request]]  # data position -> one step's groups
+
+
+def make_requests(config: Any, settings: Settings) -> Requests:
+  """Returns the groups of each step, by position in the endless data."""
+  if config.data.rollouts:
+    groups = read_rollout_groups(
+        config.data.rollouts,
+        vocab_size=settings.model.vocab_size,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.data.max_response_tokens,
+    )
+    if settings.update.old_log_probs == "rollouts":
+      _require_log_probs(groups, config.data.rollouts)
+    data = grain.MapDataset.source(groups).shuffle(seed=config.seed).repeat()
+    make = lambda group, _: Request(group.prompt_tokens, lambda *_: group)
+  else:
+    tokenizer = pydoc_text.load_tokenizer(config.model.checkpoint)
+    data = pydoc_text.prompts(
+        tokenizer,
+        prompt_tokens=config.data.prompt_tokens,
+        vocab_size=settings.model.vocab_size,
+        seed=config.seed,
+    )
+    make = lambda prompt, index: pydoc_text.request(
+        np.asarray(prompt),
+        group_id=f"text-{index}",
+        tokenizer=tokenizer,
+        group_size=config.train.group_size,
+        sampling=settings.sampling,
+    )
+  count = config.train.prompts_per_step
+  return lambda position: [
+      make(data[index], index) for index in range(position, position + count)
+  ]
+
+
+def _require_log_probs(groups, path) -> None:
+  for group in groups:
+    if any(rollout.log_probs is None for rollout in group.rollouts):
+      raise ValueError(
+          f"{path}: group_id={group.group_id!r} has no log_probs, which"
+          " train.old_log_probs='rollouts' wants. Store them when sampling, or"
+          " set train.old_log_probs=policy"
+      )
