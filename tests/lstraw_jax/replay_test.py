@@ -365,7 +365,7 @@ def test_memory_grows_with_depth_by_inputs_and_keys_alone():
 
   Measured: 18 arrays [T, D] for a linear and a full layer, among them keys,
   values and their gradients for two blocks; 68 if the full layers kept their
-  activations, and 154 if the linear ones did too.
+  activations.
   """
   deep = LARGE.replace(num_hidden_layers=32)
   growth = programs.temp_bytes(compiled(config=deep))
