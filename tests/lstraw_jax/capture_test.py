@@ -10,6 +10,7 @@ import pytest
 
 from lstraw_jax.capture import capture, capture_chunk, extend
 from lstraw_jax.prompt_state import empty_prompt_state, nbytes
+from lstraw_jax.rollouts import bucket
 from modeling.layer_state import DeltaState, KvState, empty_recurrent
 from tests import programs, tiny
 
@@ -168,9 +169,12 @@ def test_a_chunk_is_written_in_place(x64):
   assert growth < 1.02 * state_growth / CONFIG.num_blocks
 
 
-def test_prompts_of_one_bucket_share_a_program(x64):
+def test_a_run_of_mixed_prompts_compiles_once_a_bucket(x64):
   policy = tiny.policy(CONFIG)
+  lengths = (26, 90, 30, 27, 70, 33, 29, 121, 75, 26, 92, 72)
+  buckets = {bucket(length - 1, multiple=8) for length in lengths}
+  assert 1 < len(buckets) < len(set(lengths))
   before = capture_chunk._cache_size()
-  for length in (26, 30, 27, 33, 29):  # 32 slots
+  for length in lengths:
     capture(policy, tiny.tokens(length), chunk_tokens=8)
-  assert capture_chunk._cache_size() == before + 1
+  assert capture_chunk._cache_size() == before + len(buckets)

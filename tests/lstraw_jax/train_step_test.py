@@ -13,7 +13,7 @@ from lstraw_jax.advantages import group_relative_advantages
 from lstraw_jax.metrics import PhaseClock
 from lstraw_jax.objectives import ObjectiveConfig
 from lstraw_jax.replay import ReplayConfig, replay
-from lstraw_jax.rollouts import Rollout, RolloutGroup
+from lstraw_jax.rollouts import Rollout, RolloutGroup, bucket
 from lstraw_jax.scoring import score
 from lstraw_jax.train_state import make_train_state
 from lstraw_jax.train_step import Request, UpdateConfig, train_step
@@ -325,13 +325,27 @@ def test_the_state_says_which_policy_captured_it(x64):
   assert steps == [0, 1]
 
 
-def test_lengths_of_one_bucket_share_a_program(x64):
+def test_a_run_of_mixed_lengths_compiles_once_a_bucket(x64):
+  """Buckets of 16 and 24 slots, of 8 and 16 response tokens."""
+  run = [
+      (10, (1, 2, 3)),
+      (20, (8, 8, 8)),
+      (13, (7, 1, 5)),
+      (12, (9, 2, 2)),
+      (16, (3, 16, 1)),
+      (22, (4, 4, 6)),
+  ]
   step(train_state(), [group_a()])
   before = replay._cache_size()
-  for seed, lengths in enumerate([(1, 2, 3), (8, 8, 8), (7, 1, 5)]):
-    prompt = tiny.tokens(10 + 3 * seed)  # 16 slots
-    step(train_state(), [tiny.group(prompt, lengths)])
-  assert replay._cache_size() == before
+  programs = set()
+  for seed, (prompt_tokens, lengths) in enumerate(run):
+    prompt = tiny.tokens(prompt_tokens, seed=seed)
+    step(train_state(), [request(tiny.group(prompt, lengths))])
+    slots = bucket(prompt_tokens - 1, multiple=UPDATE.capture_chunk_tokens)
+    response = bucket(max(lengths), multiple=UPDATE.response_multiple)
+    programs.add((slots, response))
+  assert len(programs) == 3
+  assert replay._cache_size() - before <= len(programs)
 
 
 @pytest.mark.parametrize(
