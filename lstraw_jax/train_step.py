@@ -8,7 +8,8 @@
     policy = optimizer(gradients / denominator)      exactly one step
 
 Nothing of a prompt outlives its turn: memory is the weights, one prompt state
-and one branch, whatever the number of responses and prompts.
+and one branch, whatever the number of responses and prompts. A KL penalty adds
+the reference's own state of the prompt while it scores.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from lstraw_jax.advantages import group_relative_advantages
 from lstraw_jax.capture import Progress, capture
@@ -26,7 +28,12 @@ from lstraw_jax.metrics import PhaseClock, TokenStats
 from lstraw_jax.objectives import denominator
 from lstraw_jax.policy import Policy
 from lstraw_jax.prompt_state import PromptState
-from lstraw_jax.replay import ReplayConfig, replay, zero_gradients
+from lstraw_jax.replay import (
+    ReplayConfig,
+    Replayed,
+    replay,
+    zero_gradients,
+)
 from lstraw_jax.rollouts import BranchBatch, RolloutGroup, to_branch_batch
 from lstraw_jax.scoring import score
 from lstraw_jax.train_state import TrainState, apply_gradients
@@ -106,40 +113,17 @@ def train_step(
   gradients = zero_gradients(policy)
   totals = _Totals()
 
-  for index, (prompt_tokens, respond) in enumerate(requests):
-    with clock.phase("capture"):
-      prompt = capture(
-          policy,
-          prompt_tokens,
-          chunk_tokens=config.capture_chunk_tokens,
-          policy_step=int(state.step),
-          progress=progress,
-      )
-      jax.block_until_ready(prompt)
-    with clock.phase("respond"):
-      group = respond(policy, prompt, jax.random.fold_in(key, index))
-    rewards = np.array([rollout.reward for rollout in group.rollouts])
-    branches = to_branch_batch(
-        group,
-        advantages=group_relative_advantages(
-            rewards, normalize_std=config.normalize_std
-        ),
-        multiple=config.response_multiple,
-        old_log_probs_from_rollouts=config.old_log_probs == "rollouts",
+  for index, request in enumerate(requests):
+    group, branches, replayed = _replay_group(
+        state,
+        request,
+        jax.random.fold_in(key, index),
+        gradients,
+        config=config,
+        clock=clock,
+        progress=progress,
     )
-    if config.replay.objective.kl_coef > 0:
-      with clock.phase("score"):
-        branches = _score_reference(state, prompt_tokens, branches, config)
-    with clock.phase("replay"):
-      replayed = replay(
-          policy,
-          prompt,
-          branches,
-          gradients,
-          config=config.replay,
-          progress=progress,
-      )
-      gradients = jax.block_until_ready(replayed.gradients)
+    gradients = replayed.gradients
     totals.add(group, branches, replayed, config)
 
   with clock.phase("optimizer"):
@@ -164,6 +148,55 @@ def train_step(
       step=state.step + 1,
   )
   return state, metrics
+
+
+def _replay_group(
+    state: TrainState,
+    request: Request,
+    key: jax.Array,
+    gradients: nnx.State,
+    *,
+    config: UpdateConfig,
+    clock: PhaseClock,
+    progress: Progress | None,
+) -> tuple[RolloutGroup, BranchBatch, Replayed]:
+  """Adds one group's gradient; its prompt state is gone when this returns."""
+  with clock.phase("capture"):
+    prompt = capture(
+        state.policy,
+        request.prompt_tokens,
+        chunk_tokens=config.capture_chunk_tokens,
+        policy_step=int(state.step),
+        progress=progress,
+    )
+    jax.block_until_ready(prompt)
+  with clock.phase("respond"):
+    group = request.respond(state.policy, prompt, key)
+  rewards = np.array([rollout.reward for rollout in group.rollouts])
+  branches = to_branch_batch(
+      group,
+      advantages=group_relative_advantages(
+          rewards, normalize_std=config.normalize_std
+      ),
+      multiple=config.response_multiple,
+      old_log_probs_from_rollouts=config.old_log_probs == "rollouts",
+  )
+  if config.replay.objective.kl_coef > 0:
+    with clock.phase("score"):
+      branches = _score_reference(
+          state, request.prompt_tokens, branches, config
+      )
+  with clock.phase("replay"):
+    replayed = replay(
+        state.policy,
+        prompt,
+        branches,
+        gradients,
+        config=config.replay,
+        progress=progress,
+    )
+    jax.block_until_ready(replayed)
+  return group, branches, replayed
 
 
 def _score_reference(state, prompt_tokens, branches: BranchBatch, config):

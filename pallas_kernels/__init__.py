@@ -1,0 +1,1 @@
+"""Operations: a folder each, with an oracle and one file a backend."""

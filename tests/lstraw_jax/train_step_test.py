@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from lstraw_jax import train_step as train_step_module
 from lstraw_jax.advantages import group_relative_advantages
 from lstraw_jax.metrics import PhaseClock
 from lstraw_jax.objectives import ObjectiveConfig
@@ -323,6 +325,21 @@ def test_the_state_says_which_policy_captured_it(x64):
         state, [Request(group.prompt_tokens, respond)], optimizer=FIXED
     )
   assert steps == [0, 1]
+
+
+def test_a_prompt_state_is_freed_before_the_next_is_made(x64, monkeypatch):
+  states, alive = [], []
+  capture = train_step_module.capture
+
+  def watched(*args, **kwargs):
+    alive.append(sum(state() is not None for state in states))
+    prompt = capture(*args, **kwargs)
+    states.append(weakref.ref(prompt.slots.k))
+    return prompt
+
+  monkeypatch.setattr(train_step_module, "capture", watched)
+  step(train_state(), [group_a()] * 3)
+  assert alive == [0, 0, 0]
 
 
 def test_a_run_of_mixed_lengths_compiles_once_a_bucket(x64):
