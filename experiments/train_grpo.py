@@ -9,13 +9,14 @@ the same `--workdir`, it goes on from the last checkpoint, to the same bits that
 an unbroken run would have.
 
 The run folder holds `config.json` (resolved), `checkpoints/`, `metrics.jsonl`
-(one row per update), `receipt.json` and `reward.png`.
+(one row per update), `receipt.json` and `reward.png`; with
+`--config.checkpoint.export=True` also `model/`, for transformers.
 """
 
-import collections
 import json
 import pathlib
 import time
+from collections import Counter
 
 import numpy as np
 from absl import flags
@@ -33,6 +34,7 @@ from lstraw_jax.reward_plot import plot_rewards
 from lstraw_jax.run_log import append_row, make_row, truncate_after
 from lstraw_jax.train_state import make_train_state
 from lstraw_jax.train_step import train_step
+from modeling.checkpoints import save_model
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Settings of the run, e.g. experiments/configs/tiny.py."
@@ -107,6 +109,8 @@ def train(config, settings, requests, *, workdir: pathlib.Path):
         last = step == config.train.steps
         if last or step % config.checkpoint.every_steps == 0:
           checkpoints.save(state, position=position)
+  if config.checkpoint.export and not (workdir / "model").exists():
+    save_model(state.policy.model, workdir / "model")
   _write_receipt(workdir / "receipt.json", resolved, rows)
   plot_rewards(workdir / "reward.png", rows, title=_title(config))
   return rows
@@ -114,9 +118,7 @@ def train(config, settings, requests, *, workdir: pathlib.Path):
 
 def _write_receipt(path, config, rows):
   """Sums up all updates of the run, those before it was resumed included."""
-  seconds = collections.Counter()
-  for row in rows:
-    seconds.update(row["seconds"])
+  seconds = sum((Counter(row["seconds"]) for row in rows), Counter())
   most = max(rows, key=lambda row: row["peak_bytes"])
   write_receipt(
       path,

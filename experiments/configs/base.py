@@ -68,4 +68,5 @@ def get_config() -> ml_collections.ConfigDict:
   config.checkpoint = ml_collections.ConfigDict()
   config.checkpoint.every_steps = 10
   config.checkpoint.keep = 2
+  config.checkpoint.export = False  # write a Hugging Face model at the end
   return config.lock()

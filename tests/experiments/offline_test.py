@@ -8,7 +8,7 @@ import pytest
 from experiments import settings, train_grpo
 from experiments.configs import tiny
 from experiments.requests import make_requests
-from modeling.checkpoints import save_model
+from modeling.checkpoints import load_model, save_model
 from modeling.presets import preset
 from tests.random_model import random_model
 
@@ -48,6 +48,7 @@ def offline_config(folder, **changes):
   config.train.replay_block_tokens = 8
   config.train.response_multiple = 8
   config.train.old_log_probs = "rollouts"
+  config.checkpoint.export = True
   config.update_from_flattened_dict(changes)
   return config
 
@@ -70,6 +71,15 @@ def test_adapters_train_on_rollouts_from_a_file(tmp_path):
     assert abs(row["ratio_mean"] - 1) > 0.05
     assert row["sampler_gap_nats"] > 0.05
   assert rows[-1]["loss"] < rows[0]["loss"]
+
+  trained, _ = load_model(tmp_path / "run" / "model", config=preset("tiny"))
+  before = random_model(preset("tiny"), seed=0)
+  q_proj, head = (
+      lambda model: np.asarray(model.blocks.full_layer.self_attn.q_proj.kernel),
+      lambda model: np.asarray(model.lm_head.kernel),
+  )
+  assert (q_proj(trained) != q_proj(before)).any()  # its adapter is merged in
+  np.testing.assert_array_equal(head(trained), head(before))
 
   other = offline_config(tmp_path, **{"model.checkpoint": str(tmp_path / "2")})
   save_model(random_model(preset("tiny"), seed=1), tmp_path / "2")
