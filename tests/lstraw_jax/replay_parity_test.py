@@ -2,7 +2,7 @@
 
 PyTorch computes the whole thing its own way: a cached prompt under `no_grad`,
 one call a response, the loss written out below, `backward`. Measured: losses
-equal to 1e-15, gradients to 4e-13 of the largest entry of their leaf.
+equal to 1.3e-15, gradients to 3e-13 of the largest entry of their leaf.
 """
 
 import dataclasses
@@ -120,13 +120,18 @@ def test_the_grpo_gradient_is_pytorch_s_with_the_prompt_detached(x64, moe):
   count = int(denominator(branches.loss_mask, aggregation="response_mean"))
   assert count == len(responses)
   assert 0 < replayed.stats.clipped < replayed.stats.tokens
-  assert abs(replayed.loss / count - wanted_loss) < LOSS_TOLERANCE
+  loss_error = abs(float(replayed.loss) / count - wanted_loss)
+  assert loss_error < LOSS_TOLERANCE
   ours = checkpoint_names.leaves(
       policy.replace(trainable=replayed.gradients).model
   )
   assert ours.keys() == wanted.keys()
+  errors = {}
   for path, gradient in wanted.items():
     size = np.abs(gradient).max()
     assert size > 0, path
-    error = np.abs(np.asarray(ours[path]) / count - gradient).max() / size
-    assert error < GRADIENT_TOLERANCE, (path, error)
+    errors[path] = (
+        np.abs(np.asarray(ours[path]) / count - gradient).max() / size
+    )
+    assert errors[path] < GRADIENT_TOLERANCE, (path, errors[path])
+  print(f"loss {loss_error:.1e}, worst gradient {max(errors.values()):.1e}")

@@ -345,6 +345,7 @@ def test_memory_does_not_grow_with_the_group():
   """Temporaries alone: of the inputs and outputs [G, R] grow, 18 B a token."""
   few, many = compiled(group_size=2), compiled(group_size=16)
   one_branch = programs.temp_bytes(few)
+  print(f"bytes: G=2 {one_branch:,}, G=16 {programs.temp_bytes(many):,}")
   assert one_branch > 10 * nbytes(LARGE, capacity=BLOCK)  # a branch dominates
   assert abs(programs.temp_bytes(many) / one_branch - 1) < 0.01
 
@@ -354,6 +355,7 @@ def test_memory_grows_with_the_prompt_by_one_layer_of_its_state():
   small, large = compiled(slots=SLOTS), compiled(slots=4 * SLOTS)
   growth = programs.temp_bytes(large) - programs.temp_bytes(small)
   state_growth = nbytes(LARGE, capacity=3 * SLOTS) - nbytes(LARGE, capacity=0)
+  print(f"4 times the slots: state +{state_growth:,} bytes, replay +{growth:,}")
   assert growth < 1.02 * state_growth / LARGE.num_blocks
   analyses = [program.memory_analysis() for program in (small, large)]
   inputs = [analysis.argument_size_in_bytes for analysis in analyses]

@@ -114,17 +114,25 @@ def both(kind):
 
 def assert_same_gradients(ours, expected):
   assert ours.keys() == expected.keys()
+  worst = 0.0
   for path, leaf in expected.items():
     largest = np.abs(leaf).max()
     assert largest > 0, path
     difference = np.abs(np.asarray(ours[path]) - leaf).max()
     assert difference < GRADIENT_TOLERANCE * largest, (path, difference)
+    worst = max(worst, difference / largest)
+  print(f"worst gradient {worst:.1e}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_log_probs_are_those_of_pytorch(x64, kind):
   (log_probs, logits, _), (our_log_probs, our_logits, _) = both(kind)
   assert logits.dtype == our_logits.dtype == np.float64
+  logit_error, error = (
+      np.abs(np.asarray(ours) - theirs).max()
+      for ours, theirs in ((our_logits, logits), (our_log_probs, log_probs))
+  )
+  print(f"logits {logit_error:.1e}, log-probs {error:.1e}")
   np.testing.assert_allclose(our_logits, logits, rtol=0, atol=LOGITS_TOLERANCE)
   np.testing.assert_allclose(
       our_log_probs, log_probs, rtol=0, atol=LOGITS_TOLERANCE
