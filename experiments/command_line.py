@@ -21,7 +21,7 @@ def _parse(argv: list[str]) -> list[str]:
   except (flags.Error, AttributeError, KeyError, TypeError, OSError) as error:
     # ml_collections answers a misspelt setting by AttributeError, with a
     # suggestion on a line of its own.
-    sys.exit(f"error: {_unquoted(error)}")
+    sys.exit(f"error: {_message(error)}")
   if len(rest) > 1:
     sys.exit(f"error: unknown arguments: {' '.join(rest[1:])}")
   return rest
@@ -35,6 +35,9 @@ def _main(main, argv):
     sys.exit(f"error: {error}")
 
 
-def _unquoted(error: Exception) -> str:
-  """An AttributeError or KeyError may hold the repr of its message."""
-  return str(error).replace("\\n", "\n").strip("\"'")
+def _message(error: BaseException) -> str:
+  """Returns the innermost message: an error may wrap another, or its repr."""
+  inner = error.args[0] if error.args else ""
+  if isinstance(inner, BaseException):
+    return _message(inner)
+  return str(inner) if isinstance(error, KeyError) else str(error)

@@ -2,8 +2,8 @@
 
     python -m experiments.train_grpo --config=experiments/configs/tiny.py
 
-About 2 minutes on 2 CPU cores, compilation included; the mean reward of the
-last five updates is about four times that of the first five.
+About a minute on 2 CPU cores, half of it compilation; the mean reward goes from
+0.118 (first five updates) to 0.288 (last five), see BUILD.md for other CPUs.
 """
 
 from typing import Any

@@ -136,7 +136,7 @@ def check_that_another_config_is_refused(workdir):
 @pytest.mark.parametrize(
     "setting,message",
     [
-        ("--config.train.stepz=1", 'Did you mean "steps"'),
+        ("--config.train.stepz=1", "error: 'stepz'\nDid you mean \"steps\""),
         ("--config.train.prompt_gradient=exakt", "want 'dropped'"),
         ("--config.data.rollouts=nope.jsonl", "nope.jsonl"),
         ("stray", "unknown arguments: stray"),
