@@ -42,10 +42,17 @@ def read_settings(config: Any) -> Settings:
         f"train.group_size={config.train.group_size}: want at least 2; alone, a"
         " response has advantage 0"
     )
-  sampling = SamplingConfig(**config.sampling)
+  model = _model_config(config)
+  stops = tuple(config.sampling.stop_tokens)
+  if not all(0 <= token < model.vocab_size for token in stops):
+    raise ValueError(
+        f"sampling.stop_tokens={stops}: want ids in 0..{model.vocab_size - 1},"
+        " the model's vocabulary"
+    )
+  sampling = SamplingConfig(**{**config.sampling, "stop_tokens": stops})
   sampling.check_trainable()
   return Settings(
-      model=_model_config(config),
+      model=model,
       sampling=sampling,
       update=UpdateConfig(
           replay=ReplayConfig(

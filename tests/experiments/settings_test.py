@@ -34,6 +34,7 @@ def config(**changes):
         ({"train__replay_block_tokens": 0}, "block_tokens=0"),
         ({"sampling__top_p": 0.9}, "would bias every ratio"),
         ({"sampling__temperature": 0.0}, "temperature=0"),
+        ({"sampling__stop_tokens": (3, 256)}, "want ids in 0..255"),
         ({"objective__kl_estimator": "k2"}, "kl_estimator='k2'"),
         ({"optimizer__learning_rate": -1.0}, "learning_rate=-1"),
         ({"model__preset": "tinny"}, "did you mean 'tiny'"),
@@ -46,6 +47,11 @@ def config(**changes):
 def test_a_bad_setting_is_refused_by_name(change, message):
   with pytest.raises(ValueError, match=message):
     settings.read_settings(config(**change))
+
+
+def test_stop_tokens_may_be_a_list():
+  read = settings.read_settings(config(sampling__stop_tokens=[3, 5]))
+  assert read.sampling.stop_tokens == (3, 5)
 
 
 def test_an_unknown_setting_is_refused():
