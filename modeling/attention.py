@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from modeling.layer_state import KvState, Prefix
 from modeling.linear import Linear
@@ -20,11 +21,12 @@ class Attention(nnx.Module):
   Queries and keys are normalised per head, before rope.
   """
 
-  def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
+  def __init__(self, config: Qwen3_5Config, *, mesh: Mesh, rngs: nnx.Rngs):
+    self.mesh = mesh
     hidden, size = config.hidden_size, config.head_dim
     queries = config.num_attention_heads * size
     keys = config.num_key_value_heads * size
-    linear = partial(Linear, config=config, rngs=rngs)
+    linear = partial(Linear, config=config, mesh=mesh, rngs=rngs)
     self.q_proj = linear("q_proj", hidden, 2 * queries, axes=("embed", "heads"))
     self.k_proj = linear("k_proj", hidden, keys, axes=("embed", "kv_heads"))
     self.v_proj = linear("v_proj", hidden, keys, axes=("embed", "kv_heads"))

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from modeling.causal_conv import causal_conv
 from modeling.layer_state import DeltaState
@@ -24,13 +25,14 @@ class GatedDeltaNet(nnx.Module):
   raised to the power of a million tokens.
   """
 
-  def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
+  def __init__(self, config: Qwen3_5Config, *, mesh: Mesh, rngs: nnx.Rngs):
+    self.mesh = mesh
     hidden = config.hidden_size
     self.key_heads = config.linear_num_key_heads
     self.value_heads = config.linear_num_value_heads
     self.key_dim = config.linear_key_head_dim
     values = self.value_heads * config.linear_value_head_dim
-    linear = partial(Linear, config=config, rngs=rngs)
+    linear = partial(Linear, config=config, mesh=mesh, rngs=rngs)
     self.in_proj_qkv = linear(
         "in_proj_qkv",
         hidden,

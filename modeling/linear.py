@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from modeling.parameter import normal, param
 from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.sharding import Axes, gather
 from pallas_kernels.shapes import typed, wide_dtype
 
 
@@ -25,8 +27,11 @@ class Linear(nnx.Module):
       *,
       axes: tuple[str, str],
       config: Qwen3_5Config,
+      mesh: Mesh,
       rngs: nnx.Rngs,
   ):
+    self.axes = axes
+    self.mesh = mesh
     self.kernel = param(
         normal(
             rngs,
@@ -58,28 +63,32 @@ class Linear(nnx.Module):
   @typed
   def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
     """Applies the layer in the dtype of `x`."""
-    y = x @ self.kernel[...].astype(x.dtype)
-    if (adapter := self._adapter()) is not None:
-      a, b = (weight.astype(x.dtype) for weight in adapter)
+    y = x @ self._used(self.kernel, self.axes, x.dtype)
+    if (adapter := self._adapter(x.dtype)) is not None:
+      a, b = adapter
       y += self.lora_scale * (x @ a @ b)
     return y
 
   def wide_product(self, x: jax.Array) -> jax.Array:
     """Applies the layer with a result in float32 or wider, for the head."""
-    y = wide_product(x, self.kernel[...])
-    if (adapter := self._adapter()) is not None:
-      a, b = (weight.astype(y.dtype) for weight in adapter)
+    y = wide_product(x, self._used(self.kernel, self.axes, x.dtype))
+    if (adapter := self._adapter(y.dtype)) is not None:
+      a, b = adapter
       y += self.lora_scale * (x.astype(y.dtype) @ a @ b)
     return y
 
-  def _adapter(self):
+  def _adapter(self, dtype):
     if self.lora_a is None or self.lora_b is None:
       return None
-    return self.lora_a[...], self.lora_b[...]
+    return (
+        self._used(self.lora_a, (self.axes[0], None), dtype),
+        self._used(self.lora_b, (None, self.axes[1]), dtype),
+    )
+
+  def _used(self, weight: nnx.Param, axes: Axes, dtype):
+    return gather(weight[...].astype(dtype), self.mesh, axes)
 
 
 def wide_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
   """Returns x W, accumulated and kept in float32 or wider."""
-  return jnp.dot(
-      x, kernel.astype(x.dtype), preferred_element_type=wide_dtype(x.dtype)
-  )
+  return jnp.dot(x, kernel, preferred_element_type=wide_dtype(x.dtype))

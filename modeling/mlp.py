@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from modeling.linear import Linear
@@ -14,9 +15,11 @@ from pallas_kernels.shapes import typed
 class MLP(nnx.Module):
   """down(silu(gate x) * up x)."""
 
-  def __init__(self, size: int, *, config: Qwen3_5Config, rngs: nnx.Rngs):
+  def __init__(
+      self, size: int, *, config: Qwen3_5Config, mesh: Mesh, rngs: nnx.Rngs
+  ):
     hidden = config.hidden_size
-    linear = partial(Linear, config=config, rngs=rngs)
+    linear = partial(Linear, config=config, mesh=mesh, rngs=rngs)
     inward, outward = ("embed", "mlp"), ("mlp", "embed")
     self.gate_proj = linear("gate_proj", hidden, size, axes=inward)
     self.up_proj = linear("up_proj", hidden, size, axes=inward)

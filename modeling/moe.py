@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from modeling.linear import Linear
@@ -22,7 +23,8 @@ class MoE(nnx.Module):
   are sorted by expert and multiplied in groups.
   """
 
-  def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
+  def __init__(self, config: Qwen3_5Config, *, mesh: Mesh, rngs: nnx.Rngs):
+    self.mesh = mesh
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None, "the decoder layer picks MoE only when configured"
     draw = partial(
@@ -32,14 +34,17 @@ class MoE(nnx.Module):
     self.gate = param(draw((hidden, experts)), ("embed", None))
     self.gate_up_proj = param(
         draw((experts, hidden, 2 * inner)),
-        ("experts", "embed", "expert_mlp"),
+        ("experts", "expert_embed", "expert_mlp"),
     )
     self.down_proj = param(
         draw((experts, inner, hidden)),
-        ("experts", "expert_mlp", "embed"),
+        ("experts", "expert_mlp", "expert_embed"),
     )
     self.shared_expert = MLP(
-        moe.shared_expert_intermediate_size, config=config, rngs=rngs
+        moe.shared_expert_intermediate_size,
+        config=config,
+        mesh=mesh,
+        rngs=rngs,
     )
     self.shared_expert_gate = Linear(
         "shared_expert_gate",
@@ -47,6 +52,7 @@ class MoE(nnx.Module):
         1,
         axes=("embed", "gate"),
         config=config,
+        mesh=mesh,
         rngs=rngs,
     )
     self.per_token = moe.num_experts_per_tok

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from modeling.sharding import Axes, spec
+
 M = TypeVar("M", bound=nnx.Module)
 
 STACK_AXIS = "layers"  # logical name of the axis that stacks like layers
@@ -14,14 +16,18 @@ STACK_AXIS = "layers"  # logical name of the axis that stacks like layers
 
 def param(
     value: jax.Array,
-    axes: tuple[str | None, ...],
+    axes: Axes,
     *,
     kind: type[nnx.Param] = nnx.Param,
 ) -> nnx.Param:
   """Wraps a weight with the logical name of each of its axes.
 
   The names are not mesh axes: eager sharding would take them for such.
+
+  Raises:
+    ValueError: for a name without a rule, or two names on one mesh axis.
   """
+  spec(axes)
   return kind(value, out_sharding=axes, eager_sharding=False)
 
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from modeling.attention import Attention
 from modeling.gated_delta_net import GatedDeltaNet
@@ -25,6 +26,9 @@ from modeling.norm import RMSNorm
 from modeling.parameter import normal, param, stack
 from modeling.qwen3_5_config import Qwen3_5Config
 from modeling.rope import Rotation, rotation
+from modeling.sharding import constrain, gather, make_mesh
+
+_TABLE = ("vocab", "vocab_embed")  # axes of the embedding
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +43,8 @@ class SegmentDelta:
 class DecoderLayer(nnx.Module):
   """x += mixer(norm(x)); x += feed_forward(norm(x))."""
 
-  def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
+  def __init__(self, config: Qwen3_5Config, *, mesh: Mesh, rngs: nnx.Rngs):
+    self.mesh = mesh
     norm = partial(
         RMSNorm,
         config.hidden_size,
@@ -50,9 +55,11 @@ class DecoderLayer(nnx.Module):
     self.post_attention_layernorm = norm()
     if config.moe is None:
       assert config.intermediate_size is not None, "checked by the config"
-      self.mlp = MLP(config.intermediate_size, config=config, rngs=rngs)
+      self.mlp = MLP(
+          config.intermediate_size, config=config, mesh=mesh, rngs=rngs
+      )
     else:
-      self.mlp = MoE(config, rngs=rngs)
+      self.mlp = MoE(config, mesh=mesh, rngs=rngs)
 
   def residual(self, x_BTD: jax.Array, mixer: Callable) -> tuple:
     """Returns the layer's output and what the mixer keeps."""
@@ -60,15 +67,15 @@ class DecoderLayer(nnx.Module):
     x_BTD += mixed
     with jax.named_scope("mlp"):
       x_BTD += self.mlp(self.post_attention_layernorm(x_BTD))
-    return x_BTD, kept
+    return constrain(x_BTD, self.mesh, ("batch", "time", None)), kept
 
 
 class LinearLayer(DecoderLayer):
   """A layer that mixes tokens by Gated DeltaNet."""
 
-  def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
-    super().__init__(config, rngs=rngs)
-    self.linear_attn = GatedDeltaNet(config, rngs=rngs)
+  def __init__(self, config: Qwen3_5Config, *, mesh: Mesh, rngs: nnx.Rngs):
+    super().__init__(config, mesh=mesh, rngs=rngs)
+    self.linear_attn = GatedDeltaNet(config, mesh=mesh, rngs=rngs)
 
   @jax.named_scope("linear_layer")
   def __call__(
@@ -82,9 +89,9 @@ class LinearLayer(DecoderLayer):
 class FullLayer(DecoderLayer):
   """A layer that mixes tokens by full attention."""
 
-  def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
-    super().__init__(config, rngs=rngs)
-    self.self_attn = Attention(config, rngs=rngs)
+  def __init__(self, config: Qwen3_5Config, *, mesh: Mesh, rngs: nnx.Rngs):
+    super().__init__(config, mesh=mesh, rngs=rngs)
+    self.self_attn = Attention(config, mesh=mesh, rngs=rngs)
 
   @jax.named_scope("full_layer")
   def __call__(
@@ -108,20 +115,27 @@ class FullLayer(DecoderLayer):
 class Block(nnx.Module):
   """Some linear layers, stacked, then one full layer."""
 
-  def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
+  def __init__(self, config: Qwen3_5Config, *, mesh: Mesh, rngs: nnx.Rngs):
     self.linear_layers = stack(
-        lambda rngs: LinearLayer(config, rngs=rngs),
+        lambda rngs: LinearLayer(config, mesh=mesh, rngs=rngs),
         config.full_attention_interval - 1,
         rngs=rngs,
     )
-    self.full_layer = FullLayer(config, rngs=rngs)
+    self.full_layer = FullLayer(config, mesh=mesh, rngs=rngs)
 
 
 class Qwen3_5(nnx.Module):
-  """The whole decoder, without vision and multi-token prediction."""
+  """The whole decoder, without vision and multi-token prediction.
 
-  def __init__(self, config: Qwen3_5Config, *, rngs: nnx.Rngs):
+  It knows its mesh, by default one device, and all that is computed with it is
+  laid out on that mesh.
+  """
+
+  def __init__(
+      self, config: Qwen3_5Config, *, rngs: nnx.Rngs, mesh: Mesh | None = None
+  ):
     self.config = config
+    self.mesh = mesh = make_mesh() if mesh is None else mesh
     self.embed_tokens = param(
         normal(
             rngs,
@@ -129,10 +143,12 @@ class Qwen3_5(nnx.Module):
             std=config.initializer_range,
             dtype=config.param_dtype,
         ),
-        ("vocab", "embed"),
+        _TABLE,
     )
     self.blocks = stack(
-        lambda rngs: Block(config, rngs=rngs), config.num_blocks, rngs=rngs
+        lambda rngs: Block(config, mesh=mesh, rngs=rngs),
+        config.num_blocks,
+        rngs=rngs,
     )
     self.norm = RMSNorm(
         config.hidden_size, eps=config.rms_norm_eps, dtype=config.param_dtype
@@ -143,8 +159,9 @@ class Qwen3_5(nnx.Module):
           "lm_head",
           config.hidden_size,
           config.vocab_size,
-          axes=("embed", "vocab"),
+          axes=("vocab_embed", "vocab"),
           config=config,
+          mesh=mesh,
           rngs=rngs,
       )
 
@@ -171,7 +188,7 @@ class Qwen3_5(nnx.Module):
       The hidden states [B,T,D] after the last norm, and what the segment adds.
     """
     valid_BT = positions_BT >= 0
-    x_BTD = self.embed_tokens[...][tokens_BT].astype(self.config.dtype)
+    x_BTD = self._embed(tokens_BT)
     by = rotation(
         positions_BT,
         config=self.config.rope,
@@ -214,13 +231,24 @@ class Qwen3_5(nnx.Module):
     """Returns the head's output [..., vocab] in float32 or wider."""
     with jax.named_scope("lm_head"):
       if self.lm_head is None:
-        return wide_product(hidden, self.embed_tokens[...].T)
+        return wide_product(hidden, self._table(hidden.dtype).T)
       return self.lm_head.wide_product(hidden)
 
+  def _embed(self, tokens_BT):
+    """Each shard looks up the tokens whose rows it owns."""
+    tokens_BT = constrain(tokens_BT, self.mesh, ("batch", None))
+    x_BTD = self._table(self.config.activation_dtype)[tokens_BT]
+    return constrain(x_BTD, self.mesh, ("batch", "time", None))
 
-def abstract_model(config: Qwen3_5Config) -> Qwen3_5:
+  def _table(self, dtype):
+    return gather(self.embed_tokens[...].astype(dtype), self.mesh, _TABLE)
+
+
+def abstract_model(
+    config: Qwen3_5Config, *, mesh: Mesh | None = None
+) -> Qwen3_5:
   """Returns a model of shapes and dtypes; no array is made."""
-  return nnx.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0)))
+  return nnx.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0), mesh=mesh))
 
 
 def parameter_count(config: Qwen3_5Config) -> int:
