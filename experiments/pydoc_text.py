@@ -6,66 +6,26 @@ in the prompt, averaged over n = 1 and 2. Random bytes score about 0.1, and
 repeating one good byte scores little, because only distinct n-grams count.
 """
 
-import pathlib
 import pydoc_data.topics
-from typing import Protocol
+from collections.abc import Sequence
 
 import grain
 import jax
 import numpy as np
-import tokenizers
 
+from experiments.tokenizer import Tokenizer
 from lstraw_jax.policy import Policy
 from lstraw_jax.prompt_state import PromptState
 from lstraw_jax.rollouts import RolloutGroup
-from lstraw_jax.sampling import SamplingConfig, sample, to_rollouts
+from lstraw_jax.sampling import (
+    Samples,
+    SamplingConfig,
+    sample,
+    to_rollouts,
+)
 from lstraw_jax.train_step import Request
 
 _NGRAMS = (1, 2)
-
-
-class Tokenizer(Protocol):
-  """Text to ids and back."""
-
-  def encode(self, text: str) -> np.ndarray:
-    """Returns the token ids of a text."""
-    ...
-
-  def decode(self, tokens: np.ndarray) -> bytes:
-    """Returns the text of some token ids, as bytes."""
-    ...
-
-
-class ByteTokenizer:
-  """Every byte is a token. An id above 255 decodes to nothing."""
-
-  def encode(self, text: str) -> np.ndarray:
-    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-  def decode(self, tokens: np.ndarray) -> bytes:
-    return bytes(token for token in tokens.tolist() if token < 256)
-
-
-class FileTokenizer:
-  """The tokenizer of a checkpoint, from its `tokenizer.json`."""
-
-  def __init__(self, path: pathlib.Path):
-    self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-
-  def encode(self, text: str) -> np.ndarray:
-    encoding = self._tokenizer.encode(text, add_special_tokens=False)
-    return np.asarray(encoding.ids, np.int32)
-
-  def decode(self, tokens: np.ndarray) -> bytes:
-    return self._tokenizer.decode(tokens.tolist()).encode()
-
-
-def load_tokenizer(checkpoint: str) -> Tokenizer:
-  """Returns the checkpoint's tokenizer, or bytes where it has none."""
-  path = pathlib.Path(checkpoint, "tokenizer.json")
-  if checkpoint and path.exists():
-    return FileTokenizer(path)
-  return ByteTokenizer()
 
 
 def prompts(
@@ -106,24 +66,35 @@ def overlap_reward(prompt: bytes, response: bytes) -> float:
 
 
 def request(
-    prompt: np.ndarray,
+    prompts: Sequence[np.ndarray],
     *,
-    group_id: str,
+    group_ids: Sequence[str],
     tokenizer: Tokenizer,
     group_size: int,
     sampling: SamplingConfig,
 ) -> Request:
-  """Returns a prompt whose responses are sampled and scored online."""
+  """Returns prompts whose responses are sampled and scored online."""
 
   def respond(
-      policy: Policy, state: PromptState, key: jax.Array
-  ) -> RolloutGroup:
-    samples = sample(policy, state, key, group_size=group_size, config=sampling)
+      policy: Policy, state: PromptState, keys: jax.Array
+  ) -> list[RolloutGroup]:
+    samples = jax.device_get(
+        sample(policy, state, keys, group_size=group_size, config=sampling)
+    )
+    return [
+        group(
+            prompt, group_id, jax.tree.map(lambda x, row=row: x[row], samples)
+        )
+        for row, (prompt, group_id) in enumerate(
+            zip(prompts, group_ids, strict=True)
+        )
+    ]
+
+  def group(prompt: np.ndarray, group_id: str, samples: Samples):
     text = tokenizer.decode(prompt)
-    tokens, lengths = jax.device_get((samples.tokens, samples.lengths))
     rewards = [
         overlap_reward(text, tokenizer.decode(row[:length]))
-        for row, length in zip(tokens, lengths, strict=True)
+        for row, length in zip(samples.tokens, samples.lengths, strict=True)
     ]
     return RolloutGroup(
         group_id=group_id,
@@ -131,7 +102,7 @@ def request(
         rollouts=to_rollouts(samples, rewards),
     )
 
-  return Request(prompt, respond)
+  return Request(tuple(prompts), respond)
 
 
 def _ngrams(text: bytes, n: int) -> set[bytes]:

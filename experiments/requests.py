@@ -8,6 +8,7 @@ import numpy as np
 
 from experiments import pydoc_text
 from experiments.settings import Settings
+from experiments.tokenizer import load_tokenizer
 from lstraw_jax.rollout_reader import read_rollout_groups
 from lstraw_jax.train_step import Request
 
@@ -15,7 +16,11 @@ Requests = Callable[[int], list[Request]]  # data position -> one step's groups
 
 
 def make_requests(config: Any, settings: Settings) -> Requests:
-  """Returns the groups of each step, by position in the endless data."""
+  """Returns the groups of each step, by position in the endless data.
+
+  A request holds as many prompts as the mesh has replicas. What stands at a
+  position depends on the seed alone, so that all processes have the same data.
+  """
   if config.data.rollouts:
     groups = read_rollout_groups(
         config.data.rollouts,
@@ -26,25 +31,29 @@ def make_requests(config: Any, settings: Settings) -> Requests:
     if settings.update.old_log_probs == "rollouts":
       _require_log_probs(groups, config.data.rollouts)
     data = grain.MapDataset.source(groups).shuffle(seed=config.seed).repeat()
-    make = lambda group, _: Request(group.prompt_tokens, lambda *_: group)
+    make = lambda groups, _: Request(
+        tuple(group.prompt_tokens for group in groups), lambda *_: groups
+    )
   else:
-    tokenizer = pydoc_text.load_tokenizer(config.model.checkpoint)
+    tokenizer = load_tokenizer(config.model.checkpoint)
     data = pydoc_text.prompts(
         tokenizer,
         prompt_tokens=config.data.prompt_tokens,
         vocab_size=settings.model.vocab_size,
         seed=config.seed,
     )
-    make = lambda prompt, index: pydoc_text.request(
-        np.asarray(prompt),
-        group_id=f"text-{index}",
+    make = lambda prompts, start: pydoc_text.request(
+        [np.asarray(prompt) for prompt in prompts],
+        group_ids=[f"text-{start + row}" for row in range(len(prompts))],
         tokenizer=tokenizer,
         group_size=config.train.group_size,
         sampling=settings.sampling,
     )
   count = config.train.prompts_per_step
+  rows = settings.mesh.shape["data"]
   return lambda position: [
-      make(data[index], index) for index in range(position, position + count)
+      make([data[start + row] for row in range(rows)], start)
+      for start in range(position, position + count, rows)
   ]
 
 

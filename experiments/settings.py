@@ -5,7 +5,10 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
+from experiments.placement import read_mesh
+from lstraw_jax.distributed import say
 from lstraw_jax.objectives import ObjectiveConfig
 from lstraw_jax.optimizer import OptimizerConfig
 from lstraw_jax.policy import Policy, make_policy
@@ -16,6 +19,7 @@ from modeling.checkpoints import load_config, load_model
 from modeling.presets import preset
 from modeling.qwen3_5 import Qwen3_5
 from modeling.qwen3_5_config import LoraConfig, Qwen3_5Config
+from modeling.sharding import shardings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,7 @@ class Settings:
   """The library's settings, checked before anything is allocated."""
 
   model: Qwen3_5Config
+  mesh: Mesh
   sampling: SamplingConfig
   update: UpdateConfig
   optimizer: OptimizerConfig
@@ -51,8 +56,10 @@ def read_settings(config: Any) -> Settings:
     )
   sampling = SamplingConfig(**{**config.sampling, "stop_tokens": stops})
   sampling.check_trainable()
+  mesh = read_mesh(config, model)
   return Settings(
       model=model,
+      mesh=mesh,
       sampling=sampling,
       update=UpdateConfig(
           replay=ReplayConfig(
@@ -66,23 +73,41 @@ def read_settings(config: Any) -> Settings:
           response_multiple=config.train.response_multiple,
           normalize_std=config.train.normalize_std,
           old_log_probs=config.train.old_log_probs,
+          memory_kind=config.state.memory_kind,
       ),
       optimizer=OptimizerConfig(**config.optimizer),
   )
 
 
-def load_policy(config: Any, model: Qwen3_5Config) -> Policy:
-  """Loads the checkpoint, or draws the preset's weights from the seed."""
+def load_policy(config: Any, settings: Settings) -> Policy:
+  """Loads the checkpoint, or draws the preset's weights from the seed.
+
+  No device ever holds more than its part of the weights.
+  """
   if config.model.checkpoint:
-    loaded, report = load_model(config.model.checkpoint, config=model)
-    print(
+    loaded, report = load_model(
+        config.model.checkpoint, config=settings.model, mesh=settings.mesh
+    )
+    say(
         f"loaded {report.loaded} tensors of {config.model.checkpoint}; skipped"
         f" {len(report.vision)} of vision and {len(report.mtp)} of multi-token"
         f" prediction; drew {len(report.fresh)} adapter weights"
     )
     return make_policy(loaded)
-  return make_policy(
-      jax.jit(lambda: Qwen3_5(model, rngs=nnx.Rngs(config.seed)))()
+  draw = lambda: Qwen3_5(
+      settings.model, rngs=nnx.Rngs(config.seed), mesh=settings.mesh
+  )
+  layout = shardings(jax.eval_shape(draw), settings.mesh)
+  return make_policy(jax.jit(draw, out_shardings=layout)())
+
+
+def describe(config: Any) -> str:
+  """Returns what a run does, in a line."""
+  source = config.data.rollouts or f"{config.data.prompt_tokens}-token prompts"
+  model = config.model.checkpoint or config.model.preset
+  return (
+      f"{model}, {source}, {config.train.group_size} responses,"
+      f" {config.train.prompt_gradient} prompt gradient, seed {config.seed}"
   )
 
 

@@ -1,4 +1,4 @@
-"""A branch behind a prompt, block by block: the forward of score and replay.
+"""A branch of each prompt, block by block: the forward of score and replay.
 
 A response longer than one block is walked: each block attends to the prompt, to
 the blocks before it and to itself, and takes over their recurrent state.
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from lstraw_jax.log_probs import TokenScores, token_log_probs
 from lstraw_jax.prompt_state import (
@@ -21,26 +22,47 @@ from modeling.qwen3_5 import Qwen3_5, SegmentDelta
 
 
 class Block(NamedTuple):
-  """A run of C tokens of one branch."""
+  """A run of C tokens of one branch of each prompt."""
 
-  inputs: jax.Array  # [1, C] int32
-  targets: jax.Array  # [1, C] int32
-  valid: jax.Array  # [1, C] bool
-  loss_mask: jax.Array  # [1, C] bool
+  inputs: jax.Array  # [B, C] int32
+  targets: jax.Array  # [B, C] int32
+  valid: jax.Array  # [B, C] bool
+  loss_mask: jax.Array  # [B, C] bool
 
 
-def to_blocks(branch: BranchBatch, *, block_tokens: int) -> Block:
-  """Cuts one branch, leaves [R], into stacked blocks, leaves [n, 1, C]."""
+def to_blocks(branch: BranchBatch, *, size: int) -> Block:
+  """Cuts branches, leaves [B, R], into stacked blocks, leaves [n, B, size]."""
   return jax.tree.map(
-      lambda x: cut(x, block_tokens=block_tokens),
+      lambda x: cut(x, size=size),
       Block(branch.inputs, branch.targets, branch.valid, branch.loss_mask),
   )
 
 
-def cut(x_R: jax.Array, *, block_tokens: int) -> jax.Array:
-  """[R] -> [n, 1, C], padded with zeros."""
-  size = min(block_tokens, x_R.shape[0])
-  return jnp.pad(x_R, (0, -x_R.shape[0] % size)).reshape(-1, 1, size)
+def block_size(response_tokens: int, *, block_tokens: int, mesh: Mesh) -> int:
+  """Returns the tokens of a block: a short response makes one short block.
+
+  Raises:
+    ValueError: if the shards cannot have equal shares of `block_tokens`.
+  """
+  shards = mesh.shape["context"]
+  if block_tokens % shards:
+    raise ValueError(
+        f"block_tokens={block_tokens}: want a multiple of mesh.context="
+        f"{shards}, e.g. {-(-block_tokens // shards) * shards}"
+    )
+  return min(block_tokens, -(-response_tokens // shards) * shards)
+
+
+def cut(x_BR: jax.Array, *, size: int) -> jax.Array:
+  """[B, R] -> [n, B, size], padded with zeros."""
+  padded = jnp.pad(x_BR, ((0, 0), (0, -x_BR.shape[1] % size)))
+  return jnp.moveaxis(padded.reshape(x_BR.shape[0], -1, size), 1, 0)
+
+
+def uncut(x_nBC: jax.Array, *, response_tokens: int) -> jax.Array:
+  """[n, B, C] -> [B, R], without the padding."""
+  joined = jnp.moveaxis(x_nBC, 0, 1).reshape(x_nBC.shape[1], -1)
+  return joined[:, :response_tokens]
 
 
 def run_block(
@@ -52,7 +74,7 @@ def run_block(
     temperature: float,
     head_chunk_tokens: int,
 ) -> tuple[TokenScores, SegmentDelta, jax.Array]:
-  """Returns the scores [1,C], what the block adds, and its positions [1,C]."""
+  """Returns the scores [B,C], what the block adds, and its positions [B,C]."""
   positions = next_positions(prompt, branch, valid_BT=block.valid)
   hidden, delta = model(
       block.inputs,
@@ -72,5 +94,6 @@ def run_block(
 
 
 def start_branch(prompt: PromptState, blocks: Block) -> BranchState:
-  """Returns an empty branch with room for all blocks."""
-  return fork(prompt, branches=1, slots=blocks.inputs.size)
+  """Returns an empty branch of each prompt with room for all blocks."""
+  count, _, size = blocks.inputs.shape
+  return fork(prompt, branches=1, slots=count * size)

@@ -1,4 +1,4 @@
-"""The gradient of one branch, block by block, the last block first.
+"""The gradient of one branch of each prompt, by blocks, the last block first.
 
 1. Walk the blocks but the last without a graph; keep their keys and values and
    the recurrent state at every boundary.
@@ -23,6 +23,7 @@ from lstraw_jax.branch import Block, start_branch
 from lstraw_jax.log_probs import TokenScores
 from lstraw_jax.policy import Policy
 from lstraw_jax.prompt_state import BranchState, PromptState, append_to_branch
+from lstraw_jax.stripes import read_frame
 from modeling.layer_state import DeltaState, KvState
 from modeling.qwen3_5 import Qwen3_5, SegmentDelta
 from pallas_kernels.shapes import wide
@@ -53,12 +54,12 @@ def add_branch_gradient(
     run_block: RunBlock,
     block_loss: BlockLoss,
 ) -> tuple[nnx.State, jax.Array, Any]:
-  """Adds the gradient of the branch's loss, the sum over its blocks.
+  """Adds the gradient of the branches' loss, the sum over their blocks.
 
   Args:
     policy: the weights.
-    prompt: the state that the branch follows; a constant.
-    blocks: the branch, leaves [n, 1, C].
+    prompt: the state that the branches follow; a constant.
+    blocks: a branch of each prompt, leaves [n, B, C].
     labels: what the loss needs beside the scores, leaves [n, ...].
     gradients: sums so far, like policy.trainable in float32 or wider.
     run_block: the forward of a block.
@@ -87,11 +88,11 @@ def add_branch_gradient(
         recurrent,
         has_aux=True,
     )
-    cut = partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=2)
+    d_own = read_frame(
+        later.slots, frame=start // size, frame_tokens=size, mesh=prompt.mesh
+    )
     d_delta = SegmentDelta(
-        slots=jax.tree.map(
-            lambda d, x: cut(d, start).astype(x.dtype), later.slots, delta.slots
-        ),
+        slots=jax.tree.map(lambda d, x: d.astype(x.dtype), d_own, delta.slots),
         recurrent=later.recurrent,
     )
     d_trainable, d_slots, d_recurrent = pull_back(
@@ -145,6 +146,7 @@ def _rewind(branch, slots, recurrent, prompt, start) -> BranchState:
       recurrent=recurrent,
       positions=jnp.where(seen, branch.positions, -1),
       used=start,
+      mesh=branch.mesh,
   )
 
 

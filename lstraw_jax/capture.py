@@ -1,14 +1,15 @@
-"""Capture: the prompt is evaluated once, without a gradient graph.
+"""Capture: prompts are evaluated once, without a gradient graph.
 
-1. The prompt but its last token is cut into chunks of equal size; the tail is
-   padded and masked.
+1. Each prompt but its last token is cut into chunks of equal size, which begin
+   at multiples of that size; the tail is padded and masked. The prompts of a
+   batch go in step, one a row.
 2. Each chunk runs behind the state of those before it, by one compiled program
    that writes its keys, values and recurrent state in place (donation).
 3. Hidden states are dropped. What is left is the prompt state.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -17,53 +18,65 @@ import numpy as np
 
 from lstraw_jax.policy import Policy
 from lstraw_jax.prompt_state import (
+    MemoryKind,
     PromptState,
     append,
     check,
     empty_prompt_state,
 )
 from lstraw_jax.rollouts import bucket
+from modeling.sharding import constrain, to_mesh
 
 Progress = Callable[[str, int, int], None]  # (stage, done, in all)
 
 
 def capture(
     policy: Policy,
-    prompt_tokens: np.ndarray,
+    prompts: Sequence[np.ndarray],
     *,
     chunk_tokens: int,
     capacity: int | None = None,
     policy_step: int = 0,
+    memory_kind: MemoryKind = "device",
     progress: Progress | None = None,
 ) -> PromptState:
-  """Evaluates a prompt and returns the state that its branches follow.
+  """Evaluates prompts and returns the state that their branches follow.
 
   Args:
     policy: the weights.
-    prompt_tokens: token ids [P], P >= 1.
-    chunk_tokens: tokens evaluated at once; more is faster and needs more
-      memory for activations.
-    capacity: slots of the state; default: P rounded up to a bucket, so that
-      prompts of many lengths share few compiled programs.
+    prompts: token ids [P] of each, P >= 1; as many as the mesh's `data`, or a
+      multiple.
+    chunk_tokens: tokens evaluated at once, a multiple of the mesh's `context`;
+      more is faster and needs more memory for activations.
+    capacity: slots of each row, a multiple of `chunk_tokens`; default: the
+      longest P rounded up to a bucket, so that prompts of many lengths share
+      few compiled programs.
     policy_step: optimizer steps the weights have seen; kept in the state.
+    memory_kind: where keys and values are kept, see `empty_prompt_state`.
     progress: called after each chunk.
 
   Raises:
-    ValueError: for an empty prompt, an id out of range, or too little room.
+    ValueError: for an empty prompt, an id out of range, too little room, or
+      sizes that do not fit the mesh.
   """
-  tokens = _checked(prompt_tokens, policy.config.vocab_size)
+  rows = [_checked(tokens, policy.config.vocab_size) for tokens in prompts]
   if capacity is None:
-    capacity = bucket(max(len(tokens) - 1, 1), multiple=chunk_tokens)
-  state = empty_prompt_state(policy.config, capacity=capacity)
-  state = dataclasses.replace(
-      state, policy_step=jnp.asarray(policy_step, jnp.int32)
+    longest = max(row.size for row in rows)
+    capacity = bucket(max(longest - 1, 1), multiple=chunk_tokens)
+  state = empty_prompt_state(
+      policy.config,
+      mesh=policy.mesh,
+      capacity=capacity,
+      chunk_tokens=chunk_tokens,
+      batch=len(rows),
+      memory_kind=memory_kind,
   )
+  step = to_mesh(np.int32(policy_step), policy.mesh)
   return _evaluate(
       policy,
-      state,
-      tokens[:-1],
-      next_token=tokens[-1],
-      chunk_tokens=chunk_tokens,
+      dataclasses.replace(state, policy_step=step),
+      [row[:-1] for row in rows],
+      next_tokens=[row[-1] for row in rows],
       progress=progress,
   )
 
@@ -71,50 +84,59 @@ def capture(
 def extend(
     policy: Policy,
     state: PromptState,
-    tokens: np.ndarray,
+    tokens: Sequence[np.ndarray],
     *,
-    chunk_tokens: int,
     progress: Progress | None = None,
 ) -> PromptState:
-  """Continues a captured prompt, e.g. with a response and the next turn.
+  """Continues captured prompts, e.g. with a response and the next turn.
 
   `state` is consumed: its buffers become those of the result.
 
   Args:
     policy: the weights, normally those that captured `state`.
-    state: a prompt state of one row with room for the tokens.
-    tokens: token ids [T] that follow the prompt, T >= 1.
-    chunk_tokens: as in `capture`.
+    state: a prompt state with room for the tokens.
+    tokens: token ids [T] that follow each prompt, T >= 1.
     progress: as in `capture`.
 
   Raises:
     ValueError: as `capture`.
   """
   check(state)
-  tokens = _checked(tokens, policy.config.vocab_size)
+  if len(tokens) != state.length.shape[0]:
+    raise ValueError(
+        f"tokens: got {len(tokens)} rows, want {state.length.shape[0]}, one for"
+        " each prompt of the state"
+    )
+  rows = [_checked(row, policy.config.vocab_size) for row in tokens]
+  held_back = np.asarray(state.next_token)
   return _evaluate(
       policy,
       state,
-      np.concatenate([np.asarray(state.next_token), tokens[:-1]]),
-      next_token=tokens[-1],
-      chunk_tokens=chunk_tokens,
+      [np.append(t, row[:-1]) for t, row in zip(held_back, rows, strict=True)],
+      next_tokens=[row[-1] for row in rows],
       progress=progress,
   )
 
 
 @partial(jax.jit, donate_argnames="state")
 def capture_chunk(
-    policy: Policy, state: PromptState, tokens: jax.Array, count: jax.Array
+    policy: Policy,
+    state: PromptState,
+    tokens: jax.Array,
+    frame: jax.Array,
+    ends: jax.Array,
 ) -> PromptState:
-  """Appends one chunk [C] of which the first `count` tokens are real."""
+  """Appends the tokens [B,C] of one frame that stand at length ... ends - 1."""
   policy = jax.lax.stop_gradient(policy)
-  offset = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-  positions = jnp.where(
-      (offset < count)[None], state.length[:, None] + offset[None], -1
+  offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+  positions = (frame * tokens.shape[1] + offset)[None]
+  new = (positions >= state.length[:, None]) & (positions < ends[:, None])
+  positions = constrain(
+      jnp.where(new, positions, -1), state.mesh, ("batch", "time")
   )
   with jax.named_scope("capture"):
     _, delta = policy.model(
-        tokens[None],
+        tokens,
         positions_BT=positions,
         prefixes=(state.prefix,),
         recurrent=state.recurrent,
@@ -122,26 +144,33 @@ def capture_chunk(
     return append(state, delta, positions_BT=positions)
 
 
-def _evaluate(policy, state, tokens, *, next_token, chunk_tokens, progress):
-  chunks = -(-len(tokens) // chunk_tokens)
-  needed = int(state.length[0]) + chunks * chunk_tokens
-  if needed > state.capacity:
+def _evaluate(policy, state, rows, *, next_tokens, progress):
+  """Runs the frames that hold new tokens of any row."""
+  size, mesh = state.chunk_tokens, state.mesh
+  lengths = np.asarray(state.length)
+  ends = lengths + np.array([row.size for row in rows], np.int32)
+  first, last = lengths.min() // size, -(-ends.max() // size)
+  if last * size > state.capacity:
     raise ValueError(
-        f"capacity={state.capacity}: want at least {needed} slots for"
-        f" {int(state.length[0])} captured and {len(tokens)} new tokens in"
-        f" chunks of {chunk_tokens}. Capture with a larger capacity"
+        f"capacity={state.capacity}: want at least {last * size} slots for"
+        f" {ends.max()} tokens in chunks of {size}. Capture with a larger"
+        " capacity"
     )
-  for index in range(chunks):
-    chunk = tokens[index * chunk_tokens : (index + 1) * chunk_tokens]
-    padded = np.zeros((chunk_tokens,), np.int32)
-    padded[: len(chunk)] = chunk
-    state = capture_chunk(policy, state, padded, np.int32(len(chunk)))
+  chunks = np.zeros((len(rows), (last - first) * size), np.int32)
+  for chunk, row, length in zip(chunks, rows, lengths, strict=True):
+    start = length - first * size
+    chunk[start : start + row.size] = row
+  for frame in range(first, last):
+    start = (frame - first) * size
+    tokens = chunks[:, start : start + size]
+    state = capture_chunk(
+        policy, state, *to_mesh((tokens, np.int32(frame), ends), mesh)
+    )
     if progress is not None:
       state.length.block_until_ready()
-      progress("capture", index + 1, chunks)
-  return dataclasses.replace(
-      state, next_token=jnp.asarray([next_token], jnp.int32)
-  )
+      progress("capture", frame - first + 1, last - first)
+  next_token = to_mesh(np.array(next_tokens, np.int32), mesh)
+  return dataclasses.replace(state, next_token=next_token)
 
 
 def _checked(tokens, vocab_size):

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from lstraw_jax.fingerprint import fingerprint, named_leaves, specs
+from lstraw_jax.fingerprint import fingerprint
+from lstraw_jax.named_leaves import differences, named_leaves, specs
 from lstraw_jax.train_state import TrainState
 
 _SHOWN = 10  # differences that an error names; it counts the others
@@ -184,9 +185,9 @@ class TrainCheckpoints(contextlib.AbstractContextManager):
         ("arrays", specs(stored), specs(named_leaves(_saved(template))), ()),
         ("frozen weights", record["frozen"], fingerprint(template.policy), ()),
     ):
-      if differences := _differences(then, now, but=but):
-        more = len(differences) - _SHOWN
-        lines = differences[:_SHOWN] + [f"and {more} more"] * (more > 0)
+      if found := differences(then, now, names=("checkpoint", "now"), but=but):
+        more = len(found) - _SHOWN
+        lines = found[:_SHOWN] + [f"and {more} more"] * (more > 0)
         raise ValueError(f"{where}: other {what}:\n  " + "\n  ".join(lines))
     return record
 
@@ -240,20 +241,3 @@ def _as_json(config: Mapping[str, Any]) -> dict[str, Any]:
     raise ValueError(f"config holds {value!r}: want what JSON can hold")
 
   return json.loads(json.dumps(config, default=refuse))
-
-
-def _differences(
-    then: Mapping[str, Any], now: Mapping[str, Any], *, but: Collection[str]
-) -> list[str]:
-  """Names each key path at which two nested dicts are not alike."""
-  is_none = lambda value: value is None
-  then, now = (named_leaves(x, is_leaf=is_none) for x in (then, now))
-  absent = object()
-  show = lambda value: "absent" if value is absent else repr(value)
-  lines = []
-  for path in sorted(then.keys() | now.keys()):
-    old, new = then.get(path, absent), now.get(path, absent)
-    allowed = any(f"{path}.".startswith(f"{key}.") for key in but)
-    if old != new and not allowed:
-      lines.append(f"{path}: checkpoint {show(old)}, now {show(new)}")
-  return lines

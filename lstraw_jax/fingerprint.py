@@ -1,20 +1,24 @@
-"""Names for the arrays of a pytree, and a fingerprint of frozen weights."""
+"""A fingerprint of frozen weights: are they still those of a checkpoint?"""
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
 import jax
 import numpy as np
 
+from lstraw_jax.named_leaves import named_leaves, specs
 from lstraw_jax.policy import Policy
+from modeling.sharding import replicate
 
 _SAMPLED = 4096  # elements of each frozen weight that its fingerprint reads
 
 
 def fingerprint(policy: Policy) -> dict[str, str]:
   """Returns shape, dtype and a hash of some elements of each frozen weight.
+
+  It does not depend on the mesh that the weights lie on, and is the same in
+  every process.
 
   Raises:
     ValueError: for a weight that is not loaded.
@@ -24,37 +28,22 @@ def fingerprint(policy: Policy) -> dict[str, str]:
     if isinstance(weight, jax.ShapeDtypeStruct):
       raise ValueError(f"policy.frozen.{name}={weight}: want a loaded weight")
   indices = {name: _spread(x.shape) for name, x in weights.items()}
-  samples = jax.device_get(_take(weights, indices))
-  hashes = {
-      name: hashlib.sha256(sample.tobytes()).hexdigest()[:16]
-      for name, sample in samples.items()
-  }
+  samples = jax.device_get(_take(weights, indices, mesh=policy.mesh))
+  hashes = {name: _hash(sample) for name, sample in samples.items()}
   kinds = specs(weights)
   return {name: f"{kinds[name]} sha256:{hashes[name]}" for name in weights}
 
 
-def named_leaves(
-    tree: Any, *, is_leaf: Callable[[Any], bool] | None = None
-) -> dict[str, Any]:
-  """Returns the leaves of a tree by their dotted path, in the tree's order."""
-  named = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
-    if path[-1:] == (jax.tree_util.GetAttrKey("value"),):
-      path = path[:-1]  # how flax gets from a variable to its array
-    name = jax.tree_util.keystr(path, simple=True, separator=".")
-    assert name not in named, f"two leaves called {name}"
-    named[name] = leaf
-  return named
+@partial(jax.jit, static_argnames="mesh")
+def _take(arrays, indices, *, mesh):
+  taken = {name: array[indices[name]] for name, array in arrays.items()}
+  return replicate(taken, mesh)
 
 
-def specs(arrays: Mapping[str, Any]) -> dict[str, str]:
-  """Returns dtype and shape of arrays, as "float32[2, 3]"."""
-  return {name: f"{x.dtype}{list(x.shape)}" for name, x in arrays.items()}
-
-
-@jax.jit
-def _take(arrays, indices):
-  return {name: array[indices[name]] for name, array in arrays.items()}
+def _hash(sample: np.ndarray) -> str:
+  # Shards are added up, each with zeros for what it does not hold: -0 is lost.
+  sample = np.where(sample == 0, np.zeros_like(sample), sample)
+  return hashlib.sha256(sample.tobytes()).hexdigest()[:16]
 
 
 def _spread(shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:

@@ -3,7 +3,7 @@
 import contextlib
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import jax
@@ -59,12 +59,16 @@ def token_stats(
 class PhaseClock:
   """Adds up the seconds spent in each phase of an update."""
 
-  def __init__(self):
+  def __init__(self, *, begin: Callable[[str], None] | None = None):
+    """Begins at zero; `begin` is called with each phase that begins."""
     self.seconds: dict[str, float] = {}
+    self._begin = begin
 
   @contextlib.contextmanager
   def phase(self, name: str) -> Iterator[None]:
     """Times a phase; the caller waits for its device work inside."""
+    if self._begin is not None:
+      self._begin(name)
     start = time.perf_counter()
     yield
     spent = time.perf_counter() - start

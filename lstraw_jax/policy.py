@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from modeling.qwen3_5 import Qwen3_5
 from modeling.qwen3_5_config import Qwen3_5Config
@@ -25,6 +26,11 @@ class Policy:
   def model(self) -> Qwen3_5:
     """The model that these weights make."""
     return nnx.merge(self.graphdef, self.trainable, self.frozen)
+
+  @property
+  def mesh(self) -> Mesh:
+    """The mesh that they lie on."""
+    return self.model.mesh
 
   @property
   def config(self) -> Qwen3_5Config:

@@ -6,11 +6,17 @@ recurrent state, and attend to the prompt's slots where they are.
 """
 
 import dataclasses
+from functools import partial
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from lstraw_jax.stripes import write_frame
 from modeling.layer_state import (
+    POSITION_AXES,
+    SLOT_AXES,
     DeltaState,
     KvState,
     Prefix,
@@ -19,16 +25,24 @@ from modeling.layer_state import (
 )
 from modeling.qwen3_5 import SegmentDelta
 from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.sharding import constrain, make_mesh, replicate, sharding
+
+MemoryKind = Literal["device", "pinned_host"]
+
+_STATIC = {"static": True}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptState:
-  """All that later tokens need of a prompt.
+  """All that later tokens need of some prompts, one a row.
 
-  The last token of the prompt is held back: it is the first input of every
+  The last token of a prompt is held back: it is the first input of every
   branch, because its output predicts the first token of the response. So a
   prompt of P tokens fills P - 1 slots, and responses start at position P.
+
+  Slots are striped over `context` by frames of `chunk_tokens` (`stripes.py`);
+  rows lie over `data`. Position p is in frame p // chunk_tokens.
   """
 
   slots: KvState  # [L, B, S, N, K]
@@ -39,6 +53,8 @@ class PromptState:
   policy_step: (
       jax.Array
   )  # [] int32: optimizer steps of the policy that captured
+  chunk_tokens: int = dataclasses.field(metadata=_STATIC)
+  mesh: Mesh = dataclasses.field(metadata=_STATIC)
 
   @property
   def prefix(self) -> Prefix:
@@ -47,19 +63,23 @@ class PromptState:
 
   @property
   def capacity(self) -> int:
-    """Number of slots, filled or not."""
+    """Number of slots of a row, filled or not."""
     return self.positions.shape[1]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BranchState:
-  """What the branches of a prompt have added to it so far."""
+  """What the branches of some prompts have added so far.
+
+  Striped as the prompt is, by frames of the size of the segments added.
+  """
 
   slots: KvState  # [L, G, R, N, K]
   recurrent: DeltaState  # [L, l, G, ...]
   positions: jax.Array  # [G, R] int32, -1 = empty slot
-  used: jax.Array  # [] int32: slots written, the same for every branch
+  used: jax.Array  # [] int32: tokens seen, the same for every branch
+  mesh: Mesh = dataclasses.field(metadata=_STATIC)
 
   @property
   def prefix(self) -> Prefix:
@@ -67,83 +87,188 @@ class BranchState:
     return Prefix(slots=self.slots, positions=self.positions)
 
 
+@partial(
+    jax.jit,
+    static_argnames=(
+        "config",
+        "mesh",
+        "capacity",
+        "chunk_tokens",
+        "batch",
+        "memory_kind",
+    ),
+)
 def empty_prompt_state(
-    config: Qwen3_5Config, *, capacity: int, batch: int = 1
+    config: Qwen3_5Config,
+    *,
+    mesh: Mesh,
+    capacity: int,
+    chunk_tokens: int,
+    batch: int,
+    memory_kind: MemoryKind = "device",
 ) -> PromptState:
-  """Returns the state before the first token, with room for `capacity`."""
+  """Returns the state before the first token, with room for `capacity`.
+
+  Args:
+    config: the model.
+    mesh: of the model.
+    capacity: slots of a row; a multiple of `chunk_tokens`.
+    chunk_tokens: tokens of a frame; a multiple of the mesh's `context`.
+    batch: rows; a multiple of the mesh's `data`.
+    memory_kind: where the slots lie. Those in "pinned_host" memory are staged
+      to the device one layer at a time.
+
+  Raises:
+    ValueError: if a number is no such multiple, or the backend has no such
+      memory.
+  """
+  check_memory_kind(memory_kind, mesh)
+  for name, value, unit, of in (
+      ("chunk_tokens", chunk_tokens, mesh.shape["context"], "mesh.context"),
+      ("capacity", capacity, chunk_tokens, "chunk_tokens"),
+      ("batch", batch, mesh.shape["data"], "mesh.data"),
+  ):
+    if value % unit:
+      raise ValueError(
+          f"{name}={value}: want a multiple of {of}={unit}, e.g."
+          f" {-(-value // unit) * unit}"
+      )
+  slots = jax.eval_shape(
+      partial(empty_slots, config, batch=batch, slots=capacity)
+  )
+  prefix = _empty_prefix(slots, mesh, memory_kind)
+  scalars = replicate(
+      dict(
+          length=jnp.zeros((batch,), jnp.int32),
+          next_token=jnp.zeros((batch,), jnp.int32),
+          policy_step=jnp.zeros((), jnp.int32),
+      ),
+      mesh,
+  )
   return PromptState(
-      slots=empty_slots(config, batch=batch, slots=capacity),
-      recurrent=empty_recurrent(config, batch=batch),
-      positions=jnp.full((batch, capacity), -1, jnp.int32),
-      length=jnp.zeros((batch,), jnp.int32),
-      next_token=jnp.zeros((batch,), jnp.int32),
-      policy_step=jnp.zeros((), jnp.int32),
+      slots=prefix.slots,
+      recurrent=empty_recurrent(config, mesh=mesh, batch=batch),
+      positions=prefix.positions,
+      chunk_tokens=chunk_tokens,
+      mesh=mesh,
+      **scalars,
   )
 
 
 def append(
     state: PromptState, delta: SegmentDelta, *, positions_BT: jax.Array
 ) -> PromptState:
-  """Adds a segment. The caller leaves room for all T of its slots.
+  """Adds the valid tokens of one frame of `chunk_tokens`, in place.
 
-  Padding at its end takes no room for good: the next segment overwrites it.
+  The frame is that of the positions: p lies in slot p % chunk_tokens of frame
+  p // chunk_tokens in every row. The caller leaves room for it.
   """
-  start = state.length.max()
-  slots, positions = _write(state, delta.slots, positions_BT, start)
-  grown = (positions_BT >= 0).sum(1, dtype=jnp.int32)
+  assert positions_BT.shape[1] == state.chunk_tokens, positions_BT.shape
+  grown = write_frame(
+      state.prefix,
+      Prefix(slots=delta.slots, positions=positions_BT),
+      frame=positions_BT.max() // state.chunk_tokens,
+      mesh=state.mesh,
+  )
+  count = (positions_BT >= 0).sum(1, dtype=jnp.int32)
   return dataclasses.replace(
       state,
-      slots=slots,
-      positions=positions,
+      slots=grown.slots,
+      positions=grown.positions,
       recurrent=delta.recurrent,
-      length=state.length + grown,
+      length=replicate(state.length + count, state.mesh),
   )
 
 
 def fork(state: PromptState, *, branches: int, slots: int) -> BranchState:
-  """Returns `branches` empty branches behind each row of the prompt."""
+  """Returns `branches` empty branches behind each row of the prompt.
+
+  Args:
+    state: the prompt.
+    branches: number of branches of each row.
+    slots: room of each; a multiple of the mesh's `context`.
+  """
   rows = state.length.shape[0] * branches
   repeat = lambda x: jnp.repeat(x, branches, axis=2)
+  room = lambda x: jax.ShapeDtypeStruct(
+      (x.shape[0], rows, slots, *x.shape[3:]), x.dtype
+  )
+  prefix = _empty_prefix(jax.tree.map(room, state.slots), state.mesh, "device")
   return BranchState(
-      slots=jax.tree.map(
-          lambda x: jnp.zeros((x.shape[0], rows, slots, *x.shape[3:]), x.dtype),
-          state.slots,
-      ),
+      slots=prefix.slots,
       recurrent=jax.tree.map(repeat, state.recurrent),
-      positions=jnp.full((rows, slots), -1, jnp.int32),
+      positions=prefix.positions,
       used=jnp.zeros((), jnp.int32),
+      mesh=state.mesh,
   )
 
 
 def append_to_branch(
-    branch: BranchState, delta: SegmentDelta, *, positions_BT: jax.Array
+    branch: BranchState,
+    delta: SegmentDelta,
+    *,
+    positions_BT: jax.Array,
+    steps: int | None = None,
 ) -> BranchState:
-  """Adds a segment to every branch, in slots of its own."""
-  slots, positions = _write(branch, delta.slots, positions_BT, branch.used)
-  return BranchState(
-      slots=slots,
+  """Adds a segment to every branch, in slots of its own.
+
+  Args:
+    branch: the state before.
+    delta: what the segment adds; its T is that of all segments of the branch.
+    positions_BT: of the segment; -1 is padding.
+    steps: tokens that the segment brings, padding of a row included: T, or
+      fewer if the next segment goes on in the same frame.
+  """
+  frame_tokens = positions_BT.shape[1]
+  grown = write_frame(
+      branch.prefix,
+      Prefix(slots=delta.slots, positions=positions_BT),
+      frame=branch.used // frame_tokens,
+      mesh=branch.mesh,
+  )
+  return dataclasses.replace(
+      branch,
+      slots=grown.slots,
+      positions=grown.positions,
       recurrent=delta.recurrent,
-      positions=positions,
-      used=branch.used + positions_BT.shape[1],
+      used=branch.used + (frame_tokens if steps is None else steps),
   )
 
 
 def next_positions(
     prompt: PromptState, branch: BranchState, *, valid_BT: jax.Array
 ) -> jax.Array:
-  """Returns the position of each token that comes next in its branch."""
-  rows, steps = valid_BT.shape
+  """Returns the position of each token of the frame that comes next."""
+  rows, frame_tokens = valid_BT.shape
   start = jnp.repeat(prompt.length, rows // prompt.length.shape[0])
-  offset = branch.used + jnp.arange(steps, dtype=jnp.int32)
+  start += branch.used // frame_tokens * frame_tokens
+  offset = jnp.arange(frame_tokens, dtype=jnp.int32)
   return jnp.where(valid_BT, start[:, None] + offset[None], -1)
 
 
 def nbytes(config: Qwen3_5Config, *, capacity: int, batch: int = 1) -> int:
-  """Returns the bytes of a prompt state without making one."""
+  """Returns the bytes of a prompt state, over all devices, without one."""
   state = jax.eval_shape(
-      lambda: empty_prompt_state(config, capacity=capacity, batch=batch)
+      lambda: empty_prompt_state(
+          config,
+          mesh=make_mesh(),
+          capacity=capacity,
+          chunk_tokens=1,
+          batch=batch,
+      )
   )
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+
+def check_memory_kind(memory_kind: str, mesh: Mesh) -> None:
+  """Raises ValueError if the devices of a mesh have no such memory."""
+  device = mesh.local_devices[0]
+  has = [memory.kind for memory in device.addressable_memories()]
+  if memory_kind not in get_args(MemoryKind) or memory_kind not in has:
+    raise ValueError(
+        f"memory_kind={memory_kind!r}: want one of {get_args(MemoryKind)} that"
+        f" the devices have; those of {device.platform!r} have {has}"
+    )
 
 
 def check(state: PromptState) -> None:
@@ -152,8 +277,10 @@ def check(state: PromptState) -> None:
   wanted = {
       "slots.k": state.slots.k.shape[1:3] == (batch, slots),
       "slots.v": state.slots.v.shape[1:3] == (batch, slots),
-      "recurrent": state.recurrent.recurrent.shape[2] == batch,
-      "conv": state.recurrent.conv.shape[2] == batch,
+      **{
+          f"recurrent.{name}": leaf.shape[2] == batch
+          for name, leaf in vars(state.recurrent).items()
+      },
       "length": state.length.shape == (batch,),
       "next_token": state.next_token.shape == (batch,),
   }
@@ -166,9 +293,19 @@ def check(state: PromptState) -> None:
     )
 
 
-def _write(state, own: KvState, positions_BT, start):
-  put = jax.lax.dynamic_update_slice_in_dim
-  slots = jax.tree.map(
-      lambda old, new: put(old, new, start, axis=2), state.slots, own
+def _empty_prefix(shapes: KvState, mesh: Mesh, memory_kind: str) -> Prefix:
+  """Lays empty slots out over the mesh, each with the position of none."""
+  one_layer = sharding(mesh, SLOT_AXES, memory_kind=memory_kind)
+  all_layers = sharding(mesh, ("layers", *SLOT_AXES), memory_kind=memory_kind)
+
+  def empty(x):
+    # Layer by layer: what goes to the host is never all on the device.
+    layer = lambda _: jax.device_put(jnp.zeros(x.shape[1:], x.dtype), one_layer)
+    layers = jax.lax.map(layer, jnp.arange(x.shape[0]))
+    return jax.lax.with_sharding_constraint(layers, all_layers)
+
+  positions = jnp.full(shapes.k.shape[1:3], -1, jnp.int32)
+  return Prefix(
+      slots=jax.tree.map(empty, shapes),
+      positions=constrain(positions, mesh, POSITION_AXES),
   )
-  return slots, put(state.positions, positions_BT, start, axis=1)

@@ -1,9 +1,9 @@
-"""Replay: gradients of the responses of one group, one branch at a time.
+"""Replay: gradients of the responses of each group, one branch at a time.
 
 Branches are scanned, and the gradient of each is added to the same sums. Only
-one block of one branch has a graph at any time (`branch_gradient.py`), so
-memory depends neither on the number of branches nor on the prompt beyond its
-state.
+one block of one branch of each prompt has a graph at any time
+(`branch_gradient.py`), so memory depends neither on the number of branches nor
+on the prompt beyond its state.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lstraw_jax.branch import cut, run_block, to_blocks
+from lstraw_jax.branch import block_size, cut, run_block, to_blocks, uncut
 from lstraw_jax.branch_gradient import add_branch_gradient
 from lstraw_jax.capture import Progress
 from lstraw_jax.metrics import TokenStats, token_stats
@@ -26,6 +26,7 @@ from lstraw_jax.objectives import (
 from lstraw_jax.policy import Policy
 from lstraw_jax.prompt_state import PromptState
 from lstraw_jax.rollouts import BranchBatch
+from modeling.sharding import replicate, shardings
 from pallas_kernels.shapes import wide_dtype
 
 PromptGradient = Literal["dropped"]
@@ -64,19 +65,21 @@ class ReplayConfig:
 
 
 class Replayed(NamedTuple):
-  """Sums over the branches of a group, to be divided by the denominator."""
+  """Sums over all branches, to be divided by the denominator."""
 
   gradients: nnx.State  # like policy.trainable, float32 or wider
   loss: jax.Array  # [] float32 or wider
   stats: TokenStats
-  log_probs: jax.Array  # [G, R] of the targets that carry loss
+  log_probs: jax.Array  # [B, G, R] of the targets that carry loss
 
 
+@jax.jit
 def zero_gradients(policy: Policy) -> nnx.State:
-  """Returns the accumulator that replay adds to."""
-  return jax.tree.map(
+  """Returns the accumulator that replay adds to, laid out as the weights."""
+  zeros = jax.tree.map(
       lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), policy.trainable
   )
+  return _laid_out(zeros, policy)
 
 
 @partial(
@@ -93,7 +96,7 @@ def replay(
     config: ReplayConfig,
     progress: Progress | None = None,
 ) -> Replayed:
-  """Adds the gradient of the group's unnormalised loss to `gradients`.
+  """Adds the gradient of the groups' unnormalised loss to `gradients`.
 
       loss = sum_{i,t} weight_{i,t} token_loss_{i,t}
 
@@ -102,15 +105,15 @@ def replay(
 
   Args:
     policy: the weights.
-    prompt: the captured prompt that the branches follow; never written.
-    branches: the responses of one group.
+    prompt: the captured prompts that the branches follow; never written.
+    branches: the responses of one group for each of them.
     gradients: sums so far, consumed; see `zero_gradients`.
     config: settings.
     progress: called from the running program after each branch; a part of
       the compiled program, so pass the same callable each time.
   """
   prompt = jax.lax.stop_gradient(prompt)
-  group_size = branches.inputs.shape[0]
+  group_size = branches.inputs.shape[1]
 
   def step(gradients, inputs):
     index, branch = inputs
@@ -120,17 +123,21 @@ def replay(
     if progress is not None:
       # Reading the loss makes the call wait for the branch.
       jax.debug.callback(partial(_report, progress, group_size), index, loss)
-    return gradients, (loss, stats, log_probs)
+    return _laid_out(gradients, policy), (loss, stats, log_probs)
 
+  by_branch = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), branches)
   with jax.named_scope("replay"):
     gradients, (losses, stats, log_probs) = jax.lax.scan(
-        step, gradients, (jnp.arange(group_size), branches)
+        step, gradients, (jnp.arange(group_size), by_branch)
     )
-  return Replayed(gradients, losses.sum(), stats.combine(), log_probs)
+  told = (losses.sum(), stats.combine(), jnp.moveaxis(log_probs, 0, 1))
+  # Again: in the loop alone it would not settle the layout of the output.
+  gradients = _laid_out(gradients, policy)
+  return Replayed(gradients, *replicate(told, policy.mesh))
 
 
 class _Labels(NamedTuple):
-  """What the loss of a block needs beside its scores, leaves [1, C]."""
+  """What the loss of a block needs beside its scores, leaves [B, C]."""
 
   weights: jax.Array
   old_log_probs: jax.Array | None
@@ -138,7 +145,9 @@ class _Labels(NamedTuple):
 
 
 def _add_branch(policy, prompt, branch: BranchBatch, gradients, config):
-  """Returns the gradients, and loss, statistics and log-probs [R]."""
+  """Returns the gradients, and loss, statistics and log-probs [B, R]."""
+  steps = branch.inputs.shape[1]
+  size = block_size(steps, block_tokens=config.block_tokens, mesh=policy.mesh)
   weights = token_weights(
       branch.loss_mask,
       aggregation=config.objective.aggregation,
@@ -153,7 +162,7 @@ def _add_branch(policy, prompt, branch: BranchBatch, gradients, config):
         scores.log_probs,
         old,
         labels.ref_log_probs,
-        advantages=branch.advantages[None],
+        advantages=branch.advantages,
         loss_mask=block.loss_mask,
         config=config.objective,
     )
@@ -163,9 +172,9 @@ def _add_branch(policy, prompt, branch: BranchBatch, gradients, config):
   gradients, loss, (stats, log_probs) = add_branch_gradient(
       policy,
       prompt,
-      to_blocks(branch, block_tokens=config.block_tokens),
+      to_blocks(branch, size=size),
       jax.tree.map(
-          partial(cut, block_tokens=config.block_tokens),
+          partial(cut, size=size),
           _Labels(weights, branch.old_log_probs, branch.ref_log_probs),
       ),
       gradients,
@@ -176,8 +185,14 @@ def _add_branch(policy, prompt, branch: BranchBatch, gradients, config):
       ),
       block_loss=block_loss,
   )
-  log_probs = log_probs.reshape(-1)[: branch.inputs.shape[0]]
-  return gradients, loss, stats, log_probs
+  return gradients, loss, stats, uncut(log_probs, response_tokens=steps)
+
+
+def _laid_out(gradients, policy):
+  """As the weights are: an accumulator is never whole on one device."""
+  return jax.lax.with_sharding_constraint(
+      gradients, shardings(gradients, policy.mesh)
+  )
 
 
 def _report(progress, group_size, index, loss):

@@ -33,18 +33,29 @@ class Report(contextlib.AbstractContextManager):
   programs which contain it are compiled once.
   """
 
-  def __init__(self, *, step: int, steps: int, console: Console | None = None):
+  def __init__(
+      self,
+      *,
+      step: int,
+      steps: int,
+      console: Console | None = None,
+      shown: bool = True,
+      beat: Callable[[str], None] | None = None,
+  ):
     """Begins a table.
 
     Args:
       step: optimizer steps already taken.
       steps: optimizer steps of the whole run.
       console: where to; default: standard output.
+      shown: False prints nothing: of several processes, one does.
+      beat: told all that the line shows, shown or not; for a watchdog.
     """
+    self._beat = beat
     self._step = step
     self._steps = steps
     self._rows = 0
-    self._console = console or Console()
+    self._console = console or Console(quiet=not shown)
     # Nothing wraps a file's lines; a terminal's must not be longer than it is.
     width = self._console.width if self._console.is_terminal else math.inf
     self._columns = _fitting(width)
@@ -66,13 +77,18 @@ class Report(contextlib.AbstractContextManager):
   def __exit__(self, *exception: object) -> None:
     self._line.stop()
 
+  def begin(self, phase: str) -> None:
+    """Shows that a phase of an update begins, with nothing to count yet."""
+    description = self._description(phase)
+    self._tell(description)
+    self._line.update(self._task, description=description, completed=0, total=1)
+
   def __call__(self, stage: str, done: int, total: int) -> None:
     """Shows that `done` of `total` parts of a stage are finished."""
+    description = self._description(_STAGES.get(stage, stage))
+    self._tell(f"{description} {done}/{total}")
     self._line.update(
-        self._task,
-        description=self._description(_STAGES.get(stage, stage)),
-        completed=done,
-        total=total,
+        self._task, description=description, completed=done, total=total
     )
 
   def add(self, row: Row) -> None:
@@ -92,6 +108,10 @@ class Report(contextlib.AbstractContextManager):
   def _description(self, stage: str) -> str:
     now = min(self._step + 1, self._steps)
     return f"update {now}/{self._steps}: {stage}"
+
+  def _tell(self, what: str) -> None:
+    if self._beat is not None:
+      self._beat(what)
 
   def _print(self, line: str, style: str = "") -> None:
     self._console.print(

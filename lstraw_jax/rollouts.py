@@ -1,15 +1,18 @@
 """Groups of sampled responses: host types, and the batch on the device.
 
-`to_branch_batch` pads the responses of one group to a bucketed length, so that
-the number of compiled programs is bounded, and moves them to the device.
+`to_branch_batch` pads the responses of some groups to a bucketed length, so
+that the number of compiled programs is bounded, and moves them to the device.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+
+from modeling.sharding import to_mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,63 +54,82 @@ class RolloutGroup:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class BranchBatch:
-  """The responses of one group, padded to a common length R.
+  """The responses of some groups, one a row, padded to G responses of R tokens.
 
   The last prompt token x_P is not in the captured prompt state; it starts
   every branch, so that each response token has an input that predicts it:
 
       inputs   x_P  y_1  ...  y_{R-1}
       targets  y_1  y_2  ...  y_R
+
+  A group of fewer than G has branches at its end in which nothing is valid:
+  they carry no loss and count in no denominator.
   """
 
-  inputs: jax.Array  # [G, R] int32: the token fed at each step
-  targets: jax.Array  # [G, R] int32: the token predicted from it
-  valid: jax.Array  # [G, R] bool: False on padding
-  loss_mask: jax.Array  # [G, R] bool: target is trained on; False on padding
-  old_log_probs: jax.Array | None  # [G, R] float32, of targets; 0 on padding
-  ref_log_probs: jax.Array | None  # [G, R] float32, of targets
-  advantages: jax.Array  # [G] float32
+  inputs: jax.Array  # [B, G, R] int32: the token fed at each step
+  targets: jax.Array  # [B, G, R] int32: the token predicted from it
+  valid: jax.Array  # [B, G, R] bool: False on padding
+  loss_mask: jax.Array  # [B, G, R] bool: target is trained on; not padding
+  old_log_probs: jax.Array | None  # [B, G, R] float32, of targets; 0 on padding
+  ref_log_probs: jax.Array | None  # [B, G, R] float32, of targets
+  advantages: jax.Array  # [B, G] float32
 
 
 def to_branch_batch(
-    group: RolloutGroup,
+    groups: Sequence[RolloutGroup],
     *,
-    advantages: np.ndarray,
+    advantages: Sequence[np.ndarray],
     multiple: int,
     old_log_probs_from_rollouts: bool,
+    mesh: Mesh,
 ) -> BranchBatch:
-  """Pads a group's responses to one bucketed length and moves them to device.
+  """Pads the responses of groups to one bucketed length, for the device.
 
   Args:
-    group: the responses of one prompt, of any lengths.
-    advantages: [G], one number per response.
+    groups: the responses of each prompt, any number and of any lengths.
+    advantages: for each group, one number per response.
     multiple: R is `bucket(longest response, multiple=multiple)`.
     old_log_probs_from_rollouts: True takes the sampler's log-probs as the old
       policy's; False leaves `old_log_probs` None, to be scored.
+    mesh: where the batch goes.
 
   Raises:
     ValueError: if `advantages` does not hold one finite number per response,
       or the sampler's log-probs are asked for and not there.
   """
-  rollouts = group.rollouts
-  _check_advantages(advantages, len(rollouts))
-  old_log_probs = _log_probs(group) if old_log_probs_from_rollouts else None
-  lengths = np.array([rollout.tokens.size for rollout in rollouts])
-  length = bucket(int(lengths.max()), multiple=multiple)
-  valid = np.arange(length)[None] < lengths[:, None]
-  targets = _pad([rollout.tokens for rollout in rollouts], length)
-  first = np.full((len(rollouts), 1), group.prompt_tokens[-1])
-  inputs = np.concatenate([first, targets[:, :-1]], axis=1)
+  for group, numbers in zip(groups, advantages, strict=True):
+    _check_advantages(numbers, len(group.rollouts))
+  longest = max(r.tokens.size for group in groups for r in group.rollouts)
+  length = bucket(longest, multiple=multiple)
+  most = max(len(group.rollouts) for group in groups)
+
+  def padded(rows_of, dtype):
+    table = np.zeros((len(groups), most, length), dtype)
+    for b, group in enumerate(groups):
+      for g, row in enumerate(rows_of(group)):
+        table[b, g, : row.size] = row
+    return table
+
+  of_each = lambda name: lambda group: [
+      getattr(r, name) for r in group.rollouts
+  ]
+  targets = padded(of_each("tokens"), np.int32)
+  valid = padded(lambda g: [np.ones(r.tokens.size) for r in g.rollouts], bool)
+  first = [group.prompt_tokens[-1] for group in groups]
+  first = np.broadcast_to(np.reshape(first, (-1, 1, 1)), (len(groups), most, 1))
+  inputs = np.concatenate([first, targets[..., :-1]], axis=-1)
+  old_log_probs = None
+  if old_log_probs_from_rollouts:
+    old_log_probs = padded(_log_probs, np.float32)
+  put = partial(to_mesh, mesh=mesh)
   return BranchBatch(
-      inputs=jnp.asarray(np.where(valid, inputs, 0), jnp.int32),
-      targets=jnp.asarray(targets, jnp.int32),
-      valid=jnp.asarray(valid),
-      loss_mask=jnp.asarray(_pad([r.loss_mask for r in rollouts], length)),
-      old_log_probs=None
-      if old_log_probs is None
-      else jnp.asarray(_pad(old_log_probs, length), jnp.float32),
+      inputs=put(np.where(valid, inputs, 0).astype(np.int32)),
+      targets=put(targets),
+      valid=put(valid),
+      loss_mask=put(padded(of_each("loss_mask"), bool)),
+      old_log_probs=put(old_log_probs),
       ref_log_probs=None,
-      advantages=jnp.asarray(advantages, jnp.float32),
+      advantages=put(_pad(advantages, most)),
   )
 
 
@@ -149,8 +171,9 @@ def _log_probs(group: RolloutGroup) -> list[np.ndarray]:
 
 
 def _pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:
-  """Stacks rows, each filled up with zeros to `length`."""
-  return np.stack([np.pad(row, (0, length - row.size)) for row in rows])
+  """Stacks rows as float32, each filled up with zeros to `length`."""
+  filled = [np.pad(row, (0, length - len(row))) for row in rows]
+  return np.stack(filled).astype(np.float32)
 
 
 def _check_advantages(advantages: np.ndarray, group_size: int) -> None:

@@ -1,8 +1,11 @@
-"""Sampling: all responses of a group from one captured prompt, token by token.
+"""Sampling: all responses to each of some captured prompts, token by token.
 
-Every step runs one token of each response as a row of one batch. The rows share
-the prompt's slots and have slots of their own; a row that has stopped is fed
-padding, which leaves its state as it is.
+Every step runs one token of each response as a row of one batch. The rows of a
+group share their prompt's slots and have slots of their own; a row that has
+stopped is fed padding, which leaves its state as it is.
+
+Over a mesh the token stands in a frame of as many tokens as `context` has
+shards, all others padding: its keys fall to each shard in turn.
 """
 
 import dataclasses
@@ -23,6 +26,7 @@ from lstraw_jax.prompt_state import (
     next_positions,
 )
 from lstraw_jax.rollouts import Rollout
+from modeling.sharding import replicate
 from pallas_kernels.shapes import wide_dtype
 
 
@@ -65,57 +69,66 @@ class SamplingConfig:
 class Samples(NamedTuple):
   """Sampled responses, padded with zeros."""
 
-  tokens: jax.Array  # [G, R] int32
-  log_probs: jax.Array  # [G, R] at the temperature, before top_p
-  lengths: jax.Array  # [G] int32
-  stopped: jax.Array  # [G] bool: ended by a stop token
+  tokens: jax.Array  # [B, G, R] int32
+  log_probs: jax.Array  # [B, G, R] at the temperature, before top_p
+  lengths: jax.Array  # [B, G] int32
+  stopped: jax.Array  # [B, G] bool: ended by a stop token
 
 
 class _Loop(NamedTuple):
-  """What one step hands to the next."""
+  """What one step hands to the next; rows are those of all prompts, B G."""
 
   branch: BranchState
-  tokens: jax.Array  # [G] int32: what is fed next
-  active: jax.Array  # [G] bool
-  samples: Samples
+  tokens: jax.Array  # [B G] int32: what is fed next
+  active: jax.Array  # [B G] bool
+  samples: Samples  # leaves [B G, ...]
 
 
 @partial(jax.jit, static_argnames=("group_size", "config"))
 def sample(
     policy: Policy,
     prompt: PromptState,
-    key: jax.Array,
+    keys: jax.Array,
     *,
     group_size: int,
     config: SamplingConfig,
 ) -> Samples:
-  """Draws `group_size` responses to a captured prompt.
+  """Draws `group_size` responses to each captured prompt.
 
-  Response i depends on the key and on i alone, not on the group's size.
+  Response i depends on its prompt's key and on i alone, not on the group's
+  size or the other prompts.
 
   Args:
     policy: the weights.
-    prompt: the captured prompt, of one row; never written.
-    key: random key.
+    prompt: the captured prompts; never written.
+    keys: random keys [B], one a prompt.
     group_size: number of responses G.
     config: settings.
   """
   model = policy.model
-  keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(group_size))
+  prompts, rows = keys.shape[0], keys.shape[0] * group_size
+  frame_tokens = policy.mesh.shape["context"]
+  of_group = jax.vmap(jax.random.fold_in, (None, 0))
+  keys = jax.vmap(of_group, (0, None))(keys, jnp.arange(group_size))
+  keys = keys.reshape(rows)
   stops = jnp.asarray(config.stop_tokens, jnp.int32)
 
   def step(loop: _Loop) -> _Loop:
-    active = loop.active[:, None]
-    positions = next_positions(prompt, loop.branch, valid_BT=active)
+    index = loop.branch.used
+    place = index % frame_tokens
+    here = (jnp.arange(frame_tokens, dtype=jnp.int32) == place)[None]
+    positions = next_positions(
+        prompt, loop.branch, valid_BT=here & loop.active[:, None]
+    )
     hidden, delta = model(
-        loop.tokens[:, None],
+        jnp.where(here, loop.tokens[:, None], 0),
         positions_BT=positions,
         prefixes=(prompt.prefix, loop.branch.prefix),
         recurrent=loop.branch.recurrent,
     )
-    index = loop.branch.used
+    hidden = jax.lax.dynamic_index_in_dim(hidden, place, 1, keepdims=False)
     tokens, log_probs = _draw(
-        model.logits(hidden[:, 0]),
+        model.logits(hidden),
         jax.vmap(jax.random.fold_in, (0, None))(keys, index),
         config,
     )
@@ -129,26 +142,33 @@ def sample(
         lengths=loop.samples.lengths + loop.active.astype(jnp.int32),
         stopped=loop.samples.stopped | stopped,
     )
-    branch = append_to_branch(loop.branch, delta, positions_BT=positions)
+    branch = append_to_branch(
+        loop.branch, delta, positions_BT=positions, steps=1
+    )
     return _Loop(branch, tokens, loop.active & ~stopped, samples)
 
+  frames = -(-config.max_tokens // frame_tokens)
   start = _Loop(
-      branch=fork(prompt, branches=group_size, slots=config.max_tokens),
+      branch=fork(prompt, branches=group_size, slots=frames * frame_tokens),
       tokens=jnp.repeat(prompt.next_token, group_size),
-      active=jnp.ones((group_size,), bool),
-      samples=_no_samples(group_size, config.max_tokens, policy),
+      active=jnp.ones((rows,), bool),
+      samples=_no_samples(rows, config.max_tokens, policy),
   )
   goes_on = lambda loop: loop.active.any() & (
       loop.branch.used < config.max_tokens
   )
   with jax.named_scope("sample"):
-    return jax.lax.while_loop(goes_on, step, start).samples
+    samples = jax.lax.while_loop(goes_on, step, start).samples
+  samples = jax.tree.map(
+      lambda x: x.reshape(prompts, group_size, *x.shape[1:]), samples
+  )
+  return replicate(samples, policy.mesh)
 
 
 def to_rollouts(
     samples: Samples, rewards: Sequence[float]
 ) -> tuple[Rollout, ...]:
-  """Moves samples to the host and pairs each with its reward."""
+  """Pairs the samples of one prompt, leaves [G, ...], with their rewards."""
   tokens, log_probs, lengths, _ = jax.device_get(samples)
   return tuple(
       Rollout(
@@ -163,13 +183,13 @@ def to_rollouts(
   )
 
 
-def _no_samples(group_size, max_tokens, policy) -> Samples:
+def _no_samples(rows, max_tokens, policy) -> Samples:
   dtype = wide_dtype(policy.config.dtype)
   return Samples(
-      tokens=jnp.zeros((group_size, max_tokens), jnp.int32),
-      log_probs=jnp.zeros((group_size, max_tokens), dtype),
-      lengths=jnp.zeros((group_size,), jnp.int32),
-      stopped=jnp.zeros((group_size,), bool),
+      tokens=jnp.zeros((rows, max_tokens), jnp.int32),
+      log_probs=jnp.zeros((rows, max_tokens), dtype),
+      lengths=jnp.zeros((rows,), jnp.int32),
+      stopped=jnp.zeros((rows,), bool),
   )
 
 

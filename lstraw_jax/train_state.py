@@ -1,8 +1,9 @@
 """The state of training, and the optimizer step that advances it."""
 
 import dataclasses
-from functools import partial
-from typing import NamedTuple, cast
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,17 @@ import optax
 from flax import nnx
 
 from lstraw_jax.policy import Policy
+from modeling.sharding import shardings
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-  """All that an update reads and writes."""
+  """All that an update reads and writes.
+
+  The optimizer's moments and the reference lie on the mesh as their weights do;
+  step and key are whole on every device, so that every process can read them.
+  """
 
   policy: Policy
   opt_state: optax.OptState  # of the trained weights alone
@@ -40,16 +46,20 @@ def make_train_state(
     with_reference: keep a copy of the trained weights as they are now, for a
       KL penalty; with adapters that copy is small.
   """
-  reference = None
-  if with_reference:
-    reference = jax.tree.map(jnp.copy, policy.trainable)
-  return TrainState(
-      policy=policy,
-      opt_state=optimizer.init(policy.trainable),
-      step=jnp.zeros((), jnp.int32),
-      key=jax.random.key(seed),
-      reference=reference,
-  )
+
+  def make(trainable: nnx.State) -> dict[str, Any]:
+    return {
+        "opt_state": optimizer.init(trainable),
+        "step": jnp.zeros((), jnp.int32),
+        "key": jax.random.key(seed),
+        "reference": jax.tree.map(jnp.copy, trainable)
+        if with_reference
+        else None,
+    }
+
+  layout = shardings(jax.eval_shape(make, policy.trainable), policy.mesh)
+  made = jax.jit(make, out_shardings=layout)(policy.trainable)
+  return TrainState(policy=policy, **made)
 
 
 class Applied(NamedTuple):
@@ -60,11 +70,6 @@ class Applied(NamedTuple):
   grad_norm: jax.Array  # [] of the mean gradient, before clipping
 
 
-@partial(
-    jax.jit,
-    static_argnames="optimizer",
-    donate_argnames=("trainable", "opt_state"),
-)
 def apply_gradients(
     trainable: nnx.State,
     opt_state: optax.OptState,
@@ -75,8 +80,31 @@ def apply_gradients(
 ) -> Applied:
   """Divides the summed gradients and takes one optimizer step.
 
-  The weights and the optimizer state are consumed.
+  The weights and the optimizer state are consumed; the new ones lie where they
+  lay, in the same buffers.
   """
+  consumed = trainable, opt_state
+  layouts = jax.tree.map(lambda leaf: leaf.sharding, consumed)
+  leaves, structure = jax.tree.flatten(layouts)
+  program = _program(optimizer, structure, tuple(leaves))
+  return program(trainable, opt_state, gradients, denominator)
+
+
+@functools.cache
+def _program(optimizer, structure, layouts) -> Callable[..., Applied]:
+  """Returns the step for this layout; left to itself, jit may change it."""
+  trainable, opt_state = jax.tree.unflatten(structure, layouts)
+  anywhere: Any = None
+  return jax.jit(
+      functools.partial(_apply_gradients, optimizer),
+      donate_argnums=(0, 1),
+      out_shardings=Applied(trainable, opt_state, anywhere),
+  )
+
+
+def _apply_gradients(
+    optimizer, trainable, opt_state, gradients, denominator
+) -> Applied:
   gradients = jax.tree.map(lambda g: g / denominator.astype(g.dtype), gradients)
   grad_norm = optax.tree.norm(gradients)
   gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, trainable)

@@ -10,6 +10,9 @@
 Nothing of a prompt outlives its turn: memory is the weights, one prompt state
 and one branch, whatever the number of responses and prompts. A KL penalty adds
 the reference's own state of the prompt while it scores.
+
+On a mesh with a `data` axis as many prompts take their turn at once, each on
+its own replica. Sums and denominators are over all of them.
 """
 
 import dataclasses
@@ -27,18 +30,25 @@ from lstraw_jax.capture import Progress, capture
 from lstraw_jax.metrics import PhaseClock, TokenStats
 from lstraw_jax.objectives import denominator
 from lstraw_jax.policy import Policy
-from lstraw_jax.prompt_state import PromptState
+from lstraw_jax.prompt_state import MemoryKind, PromptState
 from lstraw_jax.replay import (
     ReplayConfig,
     Replayed,
     replay,
     zero_gradients,
 )
-from lstraw_jax.rollouts import BranchBatch, RolloutGroup, to_branch_batch
+from lstraw_jax.rollouts import (
+    BranchBatch,
+    Rollout,
+    RolloutGroup,
+    to_branch_batch,
+)
 from lstraw_jax.scoring import score
 from lstraw_jax.train_state import TrainState, apply_gradients
+from modeling.sharding import to_mesh
 
-Respond = Callable[[Policy, PromptState, jax.Array], RolloutGroup]
+# (policy, prompts, a key for each) -> a group for each
+Respond = Callable[[Policy, PromptState, jax.Array], Sequence[RolloutGroup]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +65,7 @@ class UpdateConfig:
   response_multiple: int = 128
   normalize_std: bool = True
   old_log_probs: Literal["policy", "rollouts"] = "policy"
+  memory_kind: MemoryKind = "device"  # of the prompts' keys and values
 
   def __post_init__(self):
     for name in ("capture_chunk_tokens", "response_multiple"):
@@ -67,9 +78,9 @@ class UpdateConfig:
 
 
 class Request(NamedTuple):
-  """A prompt, and how its responses come about once it is captured."""
+  """The prompts of one turn, one for each replica, and whence the responses."""
 
-  prompt_tokens: np.ndarray  # [P] int32
+  prompts: tuple[np.ndarray, ...]  # each [P] int32
   respond: Respond
 
 
@@ -113,25 +124,28 @@ def train_step(
   gradients = zero_gradients(policy)
   totals = _Totals()
 
-  for index, request in enumerate(requests):
-    group, branches, replayed = _replay_group(
+  taken = 0
+  for request in requests:
+    indices = jnp.arange(taken, taken + len(request.prompts))
+    taken += len(request.prompts)
+    groups, branches, replayed = _take_turn(
         state,
         request,
-        jax.random.fold_in(key, index),
+        jax.vmap(jax.random.fold_in, (None, 0))(key, indices),
         gradients,
         config=config,
         clock=clock,
         progress=progress,
     )
     gradients = replayed.gradients
-    totals.add(group, branches, replayed, config)
+    totals.add(groups, branches, replayed, config)
 
   with clock.phase("optimizer"):
     applied = apply_gradients(
         policy.trainable,
         state.opt_state,
         gradients,
-        jnp.asarray(totals.denominator),
+        to_mesh(np.int32(totals.denominator), policy.mesh),
         optimizer=optimizer,
     )
     metrics = totals.metrics(float(applied.grad_norm))
@@ -150,42 +164,39 @@ def train_step(
   return state, metrics
 
 
-def _replay_group(
+def _take_turn(
     state: TrainState,
     request: Request,
-    key: jax.Array,
+    keys: jax.Array,
     gradients: nnx.State,
     *,
     config: UpdateConfig,
     clock: PhaseClock,
     progress: Progress | None,
-) -> tuple[RolloutGroup, BranchBatch, Replayed]:
-  """Adds one group's gradient; its prompt state is gone when this returns."""
+) -> tuple[Sequence[RolloutGroup], BranchBatch, Replayed]:
+  """Adds the groups' gradient; their prompt state is gone when this returns."""
   with clock.phase("capture"):
     prompt = capture(
         state.policy,
-        request.prompt_tokens,
+        request.prompts,
         chunk_tokens=config.capture_chunk_tokens,
         policy_step=int(state.step),
+        memory_kind=config.memory_kind,
         progress=progress,
     )
     jax.block_until_ready(prompt)
   with clock.phase("respond"):
-    group = request.respond(state.policy, prompt, key)
-  rewards = np.array([rollout.reward for rollout in group.rollouts])
+    groups = request.respond(state.policy, prompt, keys)
   branches = to_branch_batch(
-      group,
-      advantages=group_relative_advantages(
-          rewards, normalize_std=config.normalize_std
-      ),
+      groups,
+      advantages=[_advantages(group, config) for group in groups],
       multiple=config.response_multiple,
       old_log_probs_from_rollouts=config.old_log_probs == "rollouts",
+      mesh=state.policy.mesh,
   )
   if config.replay.objective.kl_coef > 0:
     with clock.phase("score"):
-      branches = _score_reference(
-          state, request.prompt_tokens, branches, config
-      )
+      branches = _score_reference(state, request.prompts, branches, config)
   with clock.phase("replay"):
     replayed = replay(
         state.policy,
@@ -196,15 +207,23 @@ def _replay_group(
         progress=progress,
     )
     jax.block_until_ready(replayed)
-  return group, branches, replayed
+  return groups, branches, replayed
 
 
-def _score_reference(state, prompt_tokens, branches: BranchBatch, config):
-  """Scores the branches by the reference, behind its own prompt state."""
+def _advantages(group: RolloutGroup, config: UpdateConfig) -> np.ndarray:
+  rewards = np.array([rollout.reward for rollout in group.rollouts])
+  return group_relative_advantages(rewards, normalize_std=config.normalize_std)
+
+
+def _score_reference(state, prompts, branches: BranchBatch, config):
+  """Scores the branches by the reference, behind its own prompt states."""
   assert state.reference is not None, "made with the KL penalty in the config"
   reference = state.policy.replace(trainable=state.reference)
   prompt = capture(
-      reference, prompt_tokens, chunk_tokens=config.capture_chunk_tokens
+      reference,
+      prompts,
+      chunk_tokens=config.capture_chunk_tokens,
+      memory_kind=config.memory_kind,
   )
   scores = score(
       reference,
@@ -220,7 +239,7 @@ def _score_reference(state, prompt_tokens, branches: BranchBatch, config):
 
 
 class _Totals:
-  """Sums over the groups of a step, on the host."""
+  """Sums over the turns of a step, on the host."""
 
   def __init__(self):
     self.stats: list[TokenStats] = []
@@ -231,21 +250,25 @@ class _Totals:
     self.prompt_tokens = 0
     self.response_tokens = 0
 
-  def add(self, group: RolloutGroup, branches, replayed, config):
+  def add(self, groups: Sequence[RolloutGroup], branches, replayed, config):
     self.stats.append(replayed.stats)
     self.loss += float(replayed.loss)
     aggregation = config.replay.objective.aggregation
     self.denominator += int(
         denominator(branches.loss_mask, aggregation=aggregation)
     )
-    self.prompt_tokens += group.prompt_tokens.size
-    log_probs = np.asarray(replayed.log_probs)
-    for rollout, ours in zip(group.rollouts, log_probs, strict=True):
-      self.rewards.append(rollout.reward)
-      self.response_tokens += rollout.tokens.size
-      if rollout.log_probs is not None:
-        gap = np.abs(ours[: rollout.tokens.size] - rollout.log_probs)
-        self.gaps.append(gap[rollout.loss_mask])
+    log_probs_BGR = np.asarray(replayed.log_probs)
+    for group, log_probs_GR in zip(groups, log_probs_BGR, strict=True):
+      self.prompt_tokens += group.prompt_tokens.size
+      for rollout, log_probs in zip(group.rollouts, log_probs_GR, strict=False):
+        self._add_rollout(rollout, log_probs)
+
+  def _add_rollout(self, rollout: Rollout, log_probs: np.ndarray):
+    self.rewards.append(rollout.reward)
+    self.response_tokens += rollout.tokens.size
+    if rollout.log_probs is not None:
+      gap = np.abs(log_probs[: rollout.tokens.size] - rollout.log_probs)
+      self.gaps.append(gap[rollout.loss_mask])
 
   def metrics(self, grad_norm: float) -> UpdateMetrics:
     stats = jax.tree.map(lambda *x: jnp.stack(x), *self.stats)

@@ -7,11 +7,12 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from modeling.layer_state import KvState, Prefix
+from modeling.layer_state import KvState, Prefix, prefix_specs
 from modeling.linear import Linear
 from modeling.norm import RMSNorm
 from modeling.qwen3_5_config import Qwen3_5Config
 from modeling.rope import Rotation, rotate
+from modeling.sharding import spec
 from pallas_kernels import prefix_attention
 
 
@@ -19,6 +20,10 @@ class Attention(nnx.Module):
   """o_proj(sigmoid(gate) * attention); q_proj holds [q | gate] of each head.
 
   Queries and keys are normalised per head, before rope.
+
+  Over a mesh this is pass-Q: each shard of `context` gathers all queries of the
+  segment, attends to the keys that it owns, and gets its own queries' outputs
+  by an exact merge. Keys never move.
   """
 
   def __init__(self, config: Qwen3_5Config, *, mesh: Mesh, rngs: nnx.Rngs):
@@ -61,18 +66,44 @@ class Attention(nnx.Module):
     k = rotate(self.k_norm(heads(self.k_proj(x_BTD))), rotation)
     own = KvState(k=k, v=heads(self.v_proj(x_BTD)))
 
-    parts = [
-        prefix_attention.prefix_attention(
-            q,
-            prefix.slots.k,
-            prefix.slots.v,
-            q_positions=positions_BT,
-            k_positions=prefix.positions,
-            scale=self.head_dim**-0.5,
-        )
-        for prefix in (*prefixes, Prefix(slots=own, positions=positions_BT))
-        if prefix.positions.shape[1]
-    ]
-    out = prefix_attention.merge(parts).out.astype(x_BTD.dtype)
+    keys = (*prefixes, Prefix(slots=own, positions=positions_BT))
+    keys = tuple(part for part in keys if part.positions.shape[1])
+    out = self._attend(q, positions_BT, keys).astype(x_BTD.dtype)
     out *= jax.nn.sigmoid(gate)
     return self.o_proj(out.reshape(batch, steps, -1)), own
+
+  def _attend(self, q_BTHK, positions_BT, keys: tuple[Prefix, ...]):
+    """Passes the queries around; keys stay with the shard that owns them."""
+    queries = spec(("batch", "time", "heads", None))
+
+    @partial(
+        jax.shard_map,
+        mesh=self.mesh,
+        in_specs=(
+            queries,
+            spec(("batch", "time")),
+            (prefix_specs(),) * len(keys),
+        ),
+        out_specs=queries,
+    )
+    def attend(q, positions, keys):
+      collect = partial(
+          jax.lax.all_gather, axis_name="context", axis=1, tiled=True
+      )
+      q, positions = collect(q), collect(positions)
+      parts = [
+          prefix_attention.prefix_attention(
+              q,
+              part.slots.k,
+              part.slots.v,
+              q_positions=positions,
+              k_positions=part.positions,
+              scale=self.head_dim**-0.5,
+          )
+          for part in keys
+      ]
+      return prefix_attention.merge_shards(
+          prefix_attention.merge(parts), axis_name="context"
+      )
+
+    return attend(q_BTHK, positions_BT, keys)

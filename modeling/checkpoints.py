@@ -5,7 +5,10 @@ Loading, with about one tensor more than the model in host memory:
 1. Read the headers of all files; name all that is missing, unexpected or of
    another shape at once, before anything is allocated.
 2. For each stacked leaf, allocate it and fill it tensor by tensor.
-3. Put the leaf on its device and free it here.
+3. Put each shard of the leaf on its device and free the leaf here.
+
+Saving gathers one tensor at a time. Of several processes, each reads the files,
+and process 0 alone writes.
 """
 
 import dataclasses
@@ -15,13 +18,15 @@ import os
 import pathlib
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from absl import logging
 from flax import nnx
+from jax.sharding import Mesh
 
 from modeling.checkpoint_files import open_tensors, read_json, write_tensors
 from modeling.checkpoint_match import match
@@ -34,6 +39,7 @@ from modeling.checkpoint_names import (
 )
 from modeling.qwen3_5 import Qwen3_5, abstract_model
 from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.sharding import make_mesh, names, replicate, sharding, shardings
 from pallas_kernels.shapes import wide_dtype
 
 CONFIG_FILE = "config.json"
@@ -73,8 +79,8 @@ def load_model(
     directory: str | os.PathLike[str],
     *,
     config: Qwen3_5Config,
+    mesh: Mesh | None = None,
     lora_seed: int = 0,
-    sharding: Callable[[nnx.Variable], jax.sharding.Sharding] | None = None,
 ) -> tuple[Qwen3_5, LoadReport]:
   """Reads a checkpoint into a new model.
 
@@ -86,9 +92,10 @@ def load_model(
   Args:
     directory: holds `model.safetensors`, or shards and their index.
     config: the model, as `load_config` returns it.
+    mesh: where the weights are to lie, each by the names of its axes; default:
+      one device.
     lora_seed: adapters are not in the files: they are drawn as a new model with
       this seed would draw them.
-    sharding: returns where a leaf goes; None is the default device.
 
   Returns:
     The model, and what was loaded and skipped.
@@ -98,19 +105,19 @@ def load_model(
       shape or dtype than the model wants, or the file that cannot be read.
   """
   directory = pathlib.Path(directory)
+  mesh = make_mesh() if mesh is None else mesh
   with open_tensors(directory) as stored:
     matched = match(directory, stored, config)
 
-    adapters = _fresh_adapters(config, lora_seed)
-    values = {}
+    values = _fresh_adapters(config, lora_seed, mesh)
+    adapters = tuple(values)
     for path, variable in variables(nnx.state(abstract_model(config))).items():
-      # No name for the array: it is to be freed before the next is allocated.
-      values[path] = jax.device_put(
-          adapters[path]
-          if path in adapters
-          else _fill(path, variable.get_value(), matched),
-          None if sharding is None else sharding(variable),
-      ).block_until_ready()
+      if path not in adapters:
+        # No name for the array: it is to be freed before the next is allocated.
+        values[path] = _spread(
+            _fill(path, variable.get_value(), matched),
+            sharding(mesh, names(variable)),
+        )
   report = LoadReport(
       loaded=len(matched.pairs),
       vision=matched.vision,
@@ -122,14 +129,20 @@ def load_model(
       " leaves drawn", directory, report.loaded, len(report.vision),
       len(report.mtp), len(report.fresh),
   )  # fmt: skip
-  return assemble(config, values), report
+  return assemble(config, values, mesh=mesh), report
 
 
 def assemble(
-    config: Qwen3_5Config, values: Mapping[LeafPath, jax.Array]
+    config: Qwen3_5Config,
+    values: Mapping[LeafPath, jax.Array],
+    *,
+    mesh: Mesh | None = None,
 ) -> Qwen3_5:
-  """Returns a model with the given weights, one for each leaf path."""
-  graphdef, state = nnx.split(abstract_model(config))
+  """Returns a model with the given weights, one for each leaf path.
+
+  They are taken as they are: where they are to lie is the caller's affair.
+  """
+  graphdef, state = nnx.split(abstract_model(config, mesh=mesh))
   flat = [
       (path, variable.replace(values[path]))
       for path, variable in variables(state).items()
@@ -151,7 +164,8 @@ def save_model(
   `generation_config.json` are to be copied from the checkpoint that was loaded.
 
   The directory appears when it is complete: files are written to a temporary
-  directory beside it, which is then renamed.
+  directory beside it, which is then renamed. Every process must call this; one
+  that does not write is let go when the last tensor is gathered.
 
   Args:
     model: all weights, adapters included.
@@ -180,11 +194,15 @@ def save_model(
 
   def read(name):
     place = wanted[name]
-    merged = _merged(weights, place, model.config)
+    merged = _merged(weights, place, model)
     tensor = np.empty(place.shape, merged.dtype)
     _copy(tensor, place.to_checkpoint(merged))
     return tensor
 
+  if jax.process_index() > 0:
+    for place in wanted.values():
+      jax.block_until_ready(_gathered(weights, place, model.mesh))
+    return
   directory.parent.mkdir(parents=True, exist_ok=True)
   partial = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.partial")
   partial.mkdir()
@@ -227,28 +245,51 @@ def _copy(target, source):
     target[block] = source[block]
 
 
-def _fresh_adapters(config, seed):
+def _spread(array, layout):
+  """Puts each shard on its device; a process has its own devices alone."""
+  return jax.make_array_from_callback(
+      array.shape, layout, lambda index: array[index]
+  ).block_until_ready()
+
+
+def _fresh_adapters(config, seed, mesh):
   """Returns the adapters of a new model, whose other weights are never made."""
   if config.lora is None:
     return {}
-  draw = jax.jit(
-      lambda: nnx.state(Qwen3_5(config, rngs=nnx.Rngs(seed)), nnx.LoRAParam),
+  draw = lambda: nnx.state(
+      Qwen3_5(config, rngs=nnx.Rngs(seed), mesh=mesh), nnx.LoRAParam
+  )
+  drawn = jax.jit(
+      draw,
+      out_shardings=shardings(jax.eval_shape(draw), mesh),
       # It runs once, and would compile for 20 s instead of 1.
       compiler_options={"xla_backend_optimization_level": 0},
-  )
-  drawn = variables(draw())
-  return {path: variable.get_value() for path, variable in drawn.items()}
+  )()
+  return {path: x.get_value() for path, x in variables(drawn).items()}
 
 
-def _merged(weights, place, config):
+def _merged(weights, place, model):
   """Returns a leaf's part on the host, its adapter merged into it."""
-  array = np.asarray(weights[place.path][place.index])
-  adapter = [(*place.path[:-1], name) for name in ("lora_a", "lora_b")]
-  if adapter[0] not in weights:
+  array, *adapter = map(np.asarray, _gathered(weights, place, model.mesh))
+  if not adapter:
     return array
   dtype = wide_dtype(array.dtype)
-  a, b = (
-      np.asarray(weights[path][place.index]).astype(dtype) for path in adapter
-  )
-  scale = np.asarray(config.lora.alpha / config.lora.rank, dtype)
+  a, b = (part.astype(dtype) for part in adapter)
+  lora = model.config.lora
+  scale = np.asarray(lora.alpha / lora.rank, dtype)
   return (array.astype(dtype) + scale * (a @ b)).astype(array.dtype)
+
+
+def _gathered(weights, place, mesh):
+  """Returns a leaf's part, and its adapter's two, whole on every device."""
+  paths = [place.path]
+  adapter = [(*place.path[:-1], name) for name in ("lora_a", "lora_b")]
+  if adapter[0] in weights:
+    paths += adapter
+  return [_part(weights[path], place.index, mesh=mesh) for path in paths]
+
+
+@partial(jax.jit, static_argnames="mesh")
+def _part(leaf, index, *, mesh):
+  """Its index is of layers, by which no leaf is cut: this gathers no more."""
+  return replicate(leaf[index], mesh)

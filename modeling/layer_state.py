@@ -1,12 +1,20 @@
 """What each kind of layer keeps of the tokens it has seen."""
 
 import dataclasses
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.sharding import Axes, sharding, spec
 from pallas_kernels.shapes import wide_dtype
+
+# Logical axes of the keys and values of one layer, and of their positions.
+SLOT_AXES: Axes = ("batch", "slots", "kv_heads", None)
+POSITION_AXES: Axes = ("batch", "slots")
 
 
 @jax.tree_util.register_dataclass
@@ -23,11 +31,14 @@ class KvState:
 class DeltaState:
   """State of Gated DeltaNet layers: of one size, whatever was seen.
 
-  Stacked over blocks, then over the linear layers of a block.
+  Stacked over blocks, then over the linear layers of a block. The last inputs
+  of the convolution are kept by heads, so that a device has those of its heads.
   """
 
   recurrent: jax.Array  # [L, l, B, U, K, V] float32 or wider
-  conv: jax.Array  # [L, l, B, W, channels] model dtype, newest last
+  conv_q: jax.Array  # [L, l, B, W, H, K] model dtype, newest last
+  conv_k: jax.Array  # [L, l, B, W, H, K] model dtype
+  conv_v: jax.Array  # [L, l, B, W, U, V] model dtype
 
 
 @jax.tree_util.register_dataclass
@@ -37,6 +48,13 @@ class Prefix:
 
   slots: KvState  # stacked over the full layers
   positions: jax.Array  # [B, S] int32, -1 = empty slot
+
+
+def prefix_specs(*stacked: str) -> Any:
+  """Returns the mesh axes of a Prefix, its slots stacked over `stacked`."""
+  slots: Any = spec((*stacked, *SLOT_AXES))
+  positions: Any = spec(POSITION_AXES)
+  return Prefix(slots=KvState(k=slots, v=slots), positions=positions)
 
 
 def empty_slots(config: Qwen3_5Config, *, batch: int, slots: int) -> KvState:
@@ -52,21 +70,58 @@ def empty_slots(config: Qwen3_5Config, *, batch: int, slots: int) -> KvState:
   return KvState(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
 
-def empty_recurrent(config: Qwen3_5Config, *, batch: int) -> DeltaState:
-  """Returns the state before the first token."""
+def delta_heads(config: Qwen3_5Config, mesh: Mesh) -> str:
+  """Returns the logical name of the heads of a Gated DeltaNet state.
+
+  Where `tensor` x `context` divides them they lie over both ("spread_heads").
+  Elsewhere they lie over `tensor` ("linear_heads"), and each shard of `context`
+  has the same state.
+
+  Raises:
+    ValueError: if `tensor` does not divide the heads.
+  """
+  heads, tensor = config.linear_num_key_heads, mesh.shape["tensor"]
+  # A value head lies where its key head does; there are a multiple of them.
+  if heads % tensor:
+    raise ValueError(
+        f"mesh.tensor={tensor}: want a divisor of linear_num_key_heads={heads},"
+        " since a device holds whole heads"
+    )
+  spread = heads % (tensor * mesh.shape["context"]) == 0
+  return "spread_heads" if spread else "linear_heads"
+
+
+def delta_axes(config: Qwen3_5Config, mesh: Mesh) -> DeltaState:
+  """Returns the logical axes of each stacked leaf."""
+  stacked, heads = ("layers", "layers", "batch"), delta_heads(config, mesh)
+  recurrent: Any = (*stacked, heads, None, None)
+  conv: Any = (*stacked, None, heads, None)
+  return DeltaState(recurrent=recurrent, conv_q=conv, conv_k=conv, conv_v=conv)
+
+
+def empty_recurrent(
+    config: Qwen3_5Config, *, mesh: Mesh, batch: int
+) -> DeltaState:
+  """Returns the state before the first token, laid out by `delta_axes`."""
   layers = (config.num_blocks, config.full_attention_interval - 1, batch)
-  return DeltaState(
-      recurrent=jnp.zeros(
-          (
-              *layers,
-              config.linear_num_value_heads,
-              config.linear_key_head_dim,
-              config.linear_value_head_dim,
-          ),
-          wide_dtype(config.dtype),
-      ),
-      conv=jnp.zeros(
-          (*layers, config.linear_conv_kernel_dim - 1, config.conv_channels),
-          config.activation_dtype,
-      ),
+  window = config.linear_conv_kernel_dim - 1
+  keys = (config.linear_num_key_heads, config.linear_key_head_dim)
+  values = (config.linear_num_value_heads, config.linear_value_head_dim)
+  matrix = (values[0], keys[1], values[1])
+  dtype = config.activation_dtype
+
+  def zeros():
+    return DeltaState(
+        recurrent=jnp.zeros((*layers, *matrix), wide_dtype(dtype)),
+        conv_q=jnp.zeros((*layers, window, *keys), dtype),
+        conv_k=jnp.zeros((*layers, window, *keys), dtype),
+        conv_v=jnp.zeros((*layers, window, *values), dtype),
+    )
+
+  # Not eagerly: that would make the whole of it on one device first.
+  where = jax.tree.map(
+      partial(sharding, mesh),
+      delta_axes(config, mesh),
+      is_leaf=lambda axes: isinstance(axes, tuple),
   )
+  return jax.jit(zeros, out_shardings=where)()

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from modeling.attention import Attention
+from modeling.embedding import look_up
 from modeling.gated_delta_net import GatedDeltaNet
 from modeling.layer_state import (
     DeltaState,
@@ -27,6 +28,7 @@ from modeling.parameter import normal, param, stack
 from modeling.qwen3_5_config import Qwen3_5Config
 from modeling.rope import Rotation, rotation
 from modeling.sharding import constrain, gather, make_mesh
+from modeling.staging import stage
 
 _TABLE = ("vocab", "vocab_embed")  # axes of the embedding
 
@@ -187,8 +189,10 @@ class Qwen3_5(nnx.Module):
     Returns:
       The hidden states [B,T,D] after the last norm, and what the segment adds.
     """
-    valid_BT = positions_BT >= 0
-    x_BTD = self._embed(tokens_BT)
+    # On every shard: each layer asks where its rows begin and end.
+    valid_BT = constrain(positions_BT >= 0, self.mesh, ("batch", None))
+    table = self._table(self.config.activation_dtype)
+    x_BTD = look_up(table, tokens_BT, mesh=self.mesh)
     by = rotation(
         positions_BT,
         config=self.config.rope,
@@ -208,7 +212,7 @@ class Qwen3_5(nnx.Module):
           positions_BT=positions_BT,
           rotation=by,
           prefixes=tuple(
-              Prefix(slots=kv, positions=prefix.positions)
+              Prefix(slots=stage(kv), positions=prefix.positions)
               for kv, prefix in zip(slots, prefixes, strict=True)
           ),
       )
@@ -233,12 +237,6 @@ class Qwen3_5(nnx.Module):
       if self.lm_head is None:
         return wide_product(hidden, self._table(hidden.dtype).T)
       return self.lm_head.wide_product(hidden)
-
-  def _embed(self, tokens_BT):
-    """Each shard looks up the tokens whose rows it owns."""
-    tokens_BT = constrain(tokens_BT, self.mesh, ("batch", None))
-    x_BTD = self._table(self.config.activation_dtype)[tokens_BT]
-    return constrain(x_BTD, self.mesh, ("batch", "time", None))
 
   def _table(self, dtype):
     return gather(self.embed_tokens[...].astype(dtype), self.mesh, _TABLE)

@@ -17,7 +17,6 @@ one table says which mesh axes hold it:
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -71,7 +70,7 @@ class MeshConfig:
     if [getattr(self, name) for name in AXES].count("auto") > 1:
       raise ValueError(f"{self}: only one axis can be 'auto'")
 
-  def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+  def make(self, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns the mesh on the first of some devices; default: all there are.
 
     Raises:
@@ -100,7 +99,7 @@ def make_mesh(
     data: int = 1,
     context: int = 1,
     tensor: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
   """Returns a mesh of data x context x tensor devices, neighbours in tensor."""
   sizes = (data, context, tensor)
@@ -171,25 +170,27 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
   )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def to_mesh(tree: Any, mesh: Mesh) -> Any:
+  """Puts arrays of the host, the same on every process, on every device."""
+  return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
 def gather(weight: jax.Array, mesh: Mesh, axes: Axes) -> jax.Array:
   """Returns a weight as a layer uses it: no longer cut by ZeRO-3.
 
   Its cotangent is reduced and cut again at once, so that no device ever holds
   the whole gradient of more than one weight.
   """
-  return constrain(weight, mesh, _used(axes))
 
+  @jax.custom_vjp
+  def gathered(weight):
+    return constrain(weight, mesh, _used(axes))
 
-def _gather_forward(weight, mesh, axes):
-  return gather(weight, mesh, axes), None
-
-
-def _gather_backward(mesh, axes, _, d_weight):
-  return (constrain(d_weight, mesh, axes),)
-
-
-gather.defvjp(_gather_forward, _gather_backward)
+  gathered.defvjp(
+      lambda weight: (gathered(weight), None),
+      lambda _, d_weight: (constrain(d_weight, mesh, axes),),
+  )
+  return gathered(weight)
 
 
 def check_fits(tree: Any, mesh: Mesh) -> None:

@@ -5,6 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
 
 from lstraw_jax.capture import capture
 from lstraw_jax.policy import Policy, make_policy
@@ -16,7 +18,9 @@ from lstraw_jax.rollouts import (
     to_branch_batch,
 )
 from modeling.presets import preset
+from modeling.qwen3_5 import abstract_model
 from modeling.qwen3_5_config import LINEAR_NAMES, LoraConfig, Qwen3_5Config
+from modeling.sharding import make_mesh, shardings
 from tests.random_model import random_model
 
 ALL_ADAPTERS = LoraConfig(rank=2, alpha=4.0, targets=LINEAR_NAMES)
@@ -31,10 +35,17 @@ def config(name: str = "tiny", *, dtype: str = "float64", **changes):
 
 
 @functools.cache
-def policy(config: Qwen3_5Config, *, seed: int = 0) -> Policy:
-  """Returns a policy whose arrays all tests share: none may consume them."""
-  made = make_policy(random_model(config, seed=seed))
-  return jax.tree.map(jnp.asarray, made)
+def policy(
+    config: Qwen3_5Config, *, seed: int = 0, mesh: Mesh | None = None
+) -> Policy:
+  """Returns a policy whose arrays all tests share: none may consume them.
+
+  The weights are the same on every mesh; by default it is one device.
+  """
+  graphdef = nnx.graphdef(abstract_model(config, mesh=mesh))
+  weights = nnx.state(random_model(config, seed=seed))
+  made = make_policy(nnx.merge(graphdef, weights))
+  return jax.device_put(made, shardings(made, made.mesh))
 
 
 def fresh(policy: Policy) -> Policy:
@@ -44,7 +55,7 @@ def fresh(policy: Policy) -> Policy:
 
 def captured(policy: Policy, prompt_tokens: np.ndarray) -> PromptState:
   """Captures a prompt in chunks of 8, so that files share a program."""
-  return capture(policy, prompt_tokens, chunk_tokens=8)
+  return capture(policy, [prompt_tokens], chunk_tokens=8)
 
 
 def tokens(count: int, *, seed: int = 0, vocab_size: int = 256) -> np.ndarray:
@@ -96,12 +107,14 @@ def largest_difference(got, wanted) -> float:
   return float(max(jax.tree.leaves(errors)))
 
 
-def branches(group: RolloutGroup, *, multiple: int = 4) -> BranchBatch:
-  """Pads a group; its advantages are its rewards."""
-  rewards = [rollout.reward for rollout in group.rollouts]
+def branches(
+    *groups: RolloutGroup, multiple: int = 4, mesh: Mesh | None = None
+) -> BranchBatch:
+  """Pads groups; their advantages are their rewards."""
   return to_branch_batch(
-      group,
-      advantages=np.array(rewards),
+      groups,
+      advantages=[np.array([r.reward for r in g.rollouts]) for g in groups],
       multiple=multiple,
       old_log_probs_from_rollouts=False,
+      mesh=make_mesh() if mesh is None else mesh,
   )

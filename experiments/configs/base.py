@@ -69,4 +69,25 @@ def get_config() -> ml_collections.ConfigDict:
   config.checkpoint.every_steps = 10
   config.checkpoint.keep = 2
   config.checkpoint.export = False  # write a Hugging Face model at the end
+
+  config.mesh = ml_collections.ConfigDict()
+  config.mesh.data = _size(1)  # replicas: prompts captured side by side
+  config.mesh.context = _size(1)  # devices that share the tokens of a prompt
+  config.mesh.tensor = _size(1)  # devices that share the heads of a layer
+
+  config.state = ml_collections.ConfigDict()
+  config.state.memory_kind = "device"  # or "pinned_host": prompts' slots there
+
+  config.distributed = ml_collections.ConfigDict()
+  config.distributed.coordinator = ""  # HOST:PORT of process 0
+  config.distributed.num_processes = 0
+  config.distributed.process_id = -1
+  config.distributed.auto = False  # ask the cluster: SLURM, GKE, a TPU pod
+  config.distributed.timeout_s = 300  # of a process that does not answer
+  config.distributed.stall_timeout_s = 3600  # of one that makes no progress
   return config.lock()
+
+
+def _size(default: int) -> config_dict.FieldReference:
+  """Returns the size of a mesh axis: a number, or "auto" for what is left."""
+  return config_dict.FieldReference(default, field_type=object)

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.varying import vary_like
+
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -21,5 +23,6 @@ def run(q_BTUK, k_BTUK, v_BTUV, g_BTU, beta_BTU, state_BUKV):
       lambda x: jnp.moveaxis(x, 1, 0),
       (q_BTUK, k_BTUK, v_BTUV, g_BTU, beta_BTU),
   )
+  state_BUKV = vary_like(state_BUKV, *tokens)
   state_BUKV, out_TBUV = jax.lax.scan(step, state_BUKV, tokens)
   return jnp.moveaxis(out_TBUV, 0, 1), state_BUKV

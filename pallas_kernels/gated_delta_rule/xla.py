@@ -18,6 +18,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.varying import vary_like
+
 _CHUNK = 64
 _SMALL = 8  # blocks of this size are inverted by a product of powers
 
@@ -54,9 +56,9 @@ def run(q_BTUK, k_BTUK, v_BTUV, g_BTU, beta_BTU, state_BUKV):
     state += _einsum("buck,bucv->bukv", k_out, news)
     return state, out
 
-  state_BUKV, out = jax.lax.scan(
-      step, state_BUKV, (values, weights, scores, q_in, k_out, total[..., -1])
-  )
+  chunks = (values, weights, scores, q_in, k_out, total[..., -1])
+  state_BUKV = vary_like(state_BUKV, *chunks)
+  state_BUKV, out = jax.lax.scan(step, state_BUKV, chunks)
   out_BTUV = jnp.moveaxis(out, (0, 3), (1, 2))
   out_BTUV = out_BTUV.reshape(out_BTUV.shape[0], -1, *out_BTUV.shape[3:])
   return out_BTUV[:, :tokens], state_BUKV

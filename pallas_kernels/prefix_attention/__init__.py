@@ -2,6 +2,7 @@
 
 from pallas_kernels.prefix_attention.api import Partial as Partial
 from pallas_kernels.prefix_attention.api import merge as merge
+from pallas_kernels.prefix_attention.api import merge_shards as merge_shards
 from pallas_kernels.prefix_attention.api import (
     prefix_attention as prefix_attention,
 )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.prefix_attention.reference import visible
 from pallas_kernels.shapes import wide_dtype
+from pallas_kernels.varying import vary_like
 
 _BLOCK = 512  # keys a step; scores are [B, N, T, H/N, _BLOCK]
 
@@ -55,6 +56,7 @@ def _attend(
         jnp.full(rows, -jnp.inf, dtype),
         jnp.zeros(rows, dtype),
     )
+    empty = vary_like(empty, q, k_BSNK, v_BSNV, q_positions_BT, k_positions_BS)
     (out, peak, total), _ = jax.lax.scan(step, empty, keys.indices)
     safe = jnp.where(total > 0, total, 1.0)
     lse = jnp.where(total > 0, peak + jnp.log(safe), -jnp.inf)
@@ -101,13 +103,14 @@ def _backward(scale, residuals, cotangents):
         return d_q, (d_k, d_v)
 
       def skip(d_q):
-        return d_q, (jnp.zeros_like(k), jnp.zeros_like(v))
+        return d_q, vary_like((jnp.zeros_like(k), jnp.zeros_like(v)), d_q)
 
       return jax.lax.cond(mask.any(), update, skip, d_q)
 
-    d_q, (d_k, d_v) = jax.lax.scan(
-        step, jnp.zeros(q.shape, dtype), keys.indices
+    nothing = vary_like(
+        jnp.zeros(q.shape, dtype), q, k_BSNK, q_positions, k_positions, d_out
     )
+    d_q, (d_k, d_v) = jax.lax.scan(step, nothing, keys.indices)
     d_q = _join_heads(d_q).astype(q_BTHK.dtype)
     return d_q, keys.join(d_k), keys.join(d_v), None, None
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-import tokenizers
 
 from experiments import pydoc_text
+from experiments.tokenizer import ByteTokenizer
 
-BYTES = pydoc_text.ByteTokenizer()
+BYTES = ByteTokenizer()
 
 
 def prompts(**changes):
@@ -55,19 +55,3 @@ def test_repeating_one_byte_scores_little():
 
 def test_an_empty_response_scores_zero():
   assert pydoc_text.overlap_reward(b"abc", b"") == 0.0
-
-
-def test_a_checkpoint_with_a_tokenizer_is_read_by_it(tmp_path):
-  words = tokenizers.Tokenizer(
-      tokenizers.models.WordLevel({"?": 0, "the": 1, "fox": 2}, unk_token="?")
-  )
-  words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-  words.save(str(tmp_path / "tokenizer.json"))
-  tokenizer = pydoc_text.load_tokenizer(str(tmp_path))
-  assert tokenizer.encode("the fox ran").tolist() == [1, 2, 0]
-  assert tokenizer.decode(np.array([1, 2])) == b"the fox"
-  assert isinstance(pydoc_text.load_tokenizer(""), pydoc_text.ByteTokenizer)
-
-
-def test_ids_beyond_bytes_decode_to_nothing():
-  assert BYTES.decode(np.array([104, 300, 105])) == b"hi"

@@ -42,11 +42,42 @@ def config(**changes):
         ({"model__param_dtype": "bfloat16"}, "would lose small updates"),
         ({"model__checkpoint": "/nope"}, "/nope"),
         ({"lora__rank": 4, "lora__targets": ("q",)}, "lora.targets="),
+        ({"mesh__data": 0}, "mesh.data=0: want an integer >= 1, or 'auto'"),
+        ({"mesh__data": "all"}, "mesh.data='all'"),
+        ({"mesh__context": 16}, "is 16 devices, but there are 8"),
+        ({"mesh__tensor": 4}, "mesh.tensor=4: want a divisor of 2"),
+        ({"mesh__context": 3}, "axis 'embed' of 64 does not divide over 3"),
+        (
+            {"mesh__context": 8, "train__capture_chunk_tokens": 12},
+            "capture_chunk_tokens=12 over mesh.context=8 is 1.5 tokens a"
+            " device: want a multiple of 8, as 16",
+        ),
+        (
+            {"mesh__context": 4, "train__replay_block_tokens": 1},
+            "replay_block_tokens=1 .* is 0.25 tokens a device: .* as 4",
+        ),
+        (
+            {"mesh__data": 2, "train__prompts_per_step": 3},
+            "prompts_per_step=3: want a multiple of mesh.data=2",
+        ),
+        ({"state__memory_kind": "disk"}, "memory_kind='disk': want"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(change, message):
   with pytest.raises(ValueError, match=message):
     settings.read_settings(config(**change))
+
+
+def test_a_mesh_is_made_of_numbers_or_of_all_devices():
+  changed = config(mesh__context=2, mesh__tensor="auto")
+  changed.model.preset = "qwen3.5-4b"  # of shapes alone: nothing is allocated
+  changed.model.param_dtype = "float32"
+  assert settings.read_settings(changed).mesh.shape == {
+      "data": 1,
+      "context": 2,
+      "tensor": 4,
+  }
+  assert settings.read_settings(config()).mesh.size == 1
 
 
 def test_stop_tokens_may_be_a_list():
@@ -61,18 +92,21 @@ def test_an_unknown_setting_is_refused():
 
 def test_a_rank_trains_adapters_alone():
   changed = config(lora__rank=2, lora__targets=("q_proj",))
-  model = settings.read_settings(changed).model
-  policy = settings.load_policy(changed, model)
+  policy = settings.load_policy(changed, settings.read_settings(changed))
   assert len(jax.tree.leaves(policy.trainable)) == 2
   assert len(jax.tree.leaves(policy.frozen)) > 20
 
 
-def test_the_seed_draws_the_weights():
-  model = settings.read_settings(config()).model
-  first, other = (
-      settings.load_policy(config(seed=seed), model) for seed in (0, 1)
+def test_the_seed_draws_the_weights_on_any_mesh():
+  draw = lambda **changes: settings.load_policy(
+      config(**changes), settings.read_settings(config(**changes))
   )
+  first, other = draw(seed=0), draw(seed=1)
   assert (first.model.embed_tokens[...] != other.model.embed_tokens[...]).any()
+  spread = draw(seed=0, mesh__context=4, mesh__tensor=2)
+  jax.tree.map(np.testing.assert_array_equal, spread.trainable, first.trainable)
+  table = spread.model.embed_tokens[...]
+  assert 8 * table.addressable_shards[0].data.size == table.size
 
 
 def test_a_checkpoint_takes_the_place_of_the_preset(tmp_path):
@@ -84,7 +118,7 @@ def test_a_checkpoint_takes_the_place_of_the_preset(tmp_path):
       model__param_dtype="float32",
   )
   read = settings.read_settings(changed)
-  policy = settings.load_policy(changed, read.model)
+  policy = settings.load_policy(changed, read)
   jax.tree.map(np.testing.assert_array_equal, policy, make_policy(model))
 
 

@@ -18,8 +18,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lstraw_jax.checkpoint import TrainCheckpoints
+from lstraw_jax.fingerprint import fingerprint
 from lstraw_jax.optimizer import OptimizerConfig, make_optimizer
-from lstraw_jax.policy import make_policy
 from lstraw_jax.train_state import (
     TrainState,
     apply_gradients,
@@ -27,7 +27,8 @@ from lstraw_jax.train_state import (
 )
 from modeling.presets import preset
 from modeling.qwen3_5_config import LoraConfig
-from tests.random_model import random_model
+from modeling.sharding import make_mesh
+from tests import tiny
 
 LORA = LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "in_proj_qkv"))
 TINY = preset("tiny").replace(hidden_size=32, intermediate_size=64, lora=LORA)
@@ -43,9 +44,10 @@ t.train_until_killed(sys.argv[1])
 """
 
 
-def make_state(*, seed=0, config=TINY, optimizer=OPTIMIZER, reference=True):
-  policy = make_policy(random_model(config, seed=seed))
-  policy = jax.tree.map(jnp.asarray, policy)
+def make_state(
+    *, seed=0, config=TINY, optimizer=OPTIMIZER, reference=True, **mesh
+):
+  policy = tiny.policy(config, seed=seed, mesh=make_mesh(**mesh))
   return make_train_state(policy, optimizer, seed=7, with_reference=reference)
 
 
@@ -185,6 +187,26 @@ def test_shapes_and_shardings_are_enough_of_a_template(tmp_path, first):
     read(tmp_path, nowhere)
   with pytest.raises(ValueError, match=r"policy\.frozen\..*loaded weight"):
     read(tmp_path, abstract)
+
+
+def test_a_state_moves_from_mesh_to_mesh_bit_for_bit(tmp_path, first):
+  spread = advance(make_state(data=2, context=2, tensor=2))
+  write(tmp_path, spread)
+  for mesh in ({}, dict(context=4, tensor=2)):
+    template = make_state(**mesh)
+    restored, _ = read(tmp_path, template)
+    assert bits(restored) == bits(advance(first))
+    layout = lambda state: [x.sharding for x in jax.tree.leaves(learned(state))]
+    assert layout(restored) == layout(template)
+
+
+def test_a_negative_zero_has_the_same_fingerprint_on_every_mesh():
+  def zeros(**mesh):
+    policy = tiny.policy(TINY, mesh=make_mesh(**mesh))
+    fill = lambda x: jax.device_put(np.full(x.shape, -0.0, x.dtype), x.sharding)
+    return dataclasses.replace(policy, frozen=jax.tree.map(fill, policy.frozen))
+
+  assert fingerprint(zeros()) == fingerprint(zeros(context=4, tensor=2))
 
 
 def test_only_the_newest_are_kept(tmp_path, first):

@@ -121,21 +121,26 @@ def test_rows_that_are_not_kept_may_hold_nan(x64, chunk):
   assert not d_hidden[~keep].any()
 
 
-@pytest.mark.parametrize("kept,projections", [(0, 0), (1, 1), (8, 2), (9, 3)])
-def test_only_rows_that_carry_loss_are_projected(
+@pytest.mark.parametrize(
+    "kept,projections",
+    [([0], 0), ([1], 1), ([8], 2), ([9], 3), ([9, 1], 3), ([0, 4], 1)],
+)
+def test_only_tokens_that_carry_loss_are_projected(
     x64, monkeypatch, kept, projections
 ):
+  """A chunk holds as many of each row of the batch, so the fullest counts."""
   calls = []
   logits = Qwen3_5.logits
 
   def counted(model, hidden):
-    jax.debug.callback(lambda rows=hidden.shape[0]: calls.append(rows))
+    jax.debug.callback(lambda rows=hidden.shape[:2]: calls.append(rows))
     return logits(model, hidden)
 
   monkeypatch.setattr(Qwen3_5, "logits", counted)
-  hidden, targets, _ = problem(HEAD, rows=40)
-  keep = np.zeros((1, 40), bool)
-  keep[0, np.random.default_rng(0).permutation(40)[:kept]] = True
+  hidden, targets, _ = problem(HEAD, rows=40, batch=len(kept))
+  keep, rng = np.zeros((len(kept), 40), bool), np.random.default_rng(0)
+  for row, count in enumerate(kept):
+    keep[row, rng.permutation(40)[:count]] = True
 
   @jax.jit
   def scores(model, hidden, targets, keep):
@@ -147,7 +152,7 @@ def test_only_rows_that_carry_loss_are_projected(
       scores(tiny.policy(HEAD).model, hidden, targets, jnp.asarray(keep))
   )
   jax.effects_barrier()
-  assert calls == [4] * projections
+  assert calls == [(len(kept), 4)] * projections
 
 
 def test_log_probs_of_large_bfloat16_logits_are_never_positive():
@@ -211,6 +216,6 @@ def test_no_buffer_holds_the_vocabulary_for_more_rows_than_a_chunk():
   gradient = jax.jit(jax.value_and_grad(loss, (0, 1)))
   compiled = gradient.lower(policy, *inputs).compile()
   with_vocab = programs.buffers_with(compiled, VOCAB)
-  assert (64, VOCAB) in with_vocab
+  assert (1, 64, VOCAB) in with_vocab
   rows = [np.prod(shape) // VOCAB for shape in with_vocab]
   assert max(rows) == 64

@@ -11,16 +11,30 @@ import pytest
 from lstraw_jax import prompt_state
 from lstraw_jax.prompt_state import check, empty_prompt_state, nbytes
 from lstraw_jax.rollouts import to_branch_batch
-from modeling.layer_state import empty_recurrent, empty_slots
+from modeling.layer_state import DeltaState, empty_recurrent, empty_slots
 from modeling.presets import PRESETS, preset
 from modeling.qwen3_5 import SegmentDelta
+from modeling.sharding import make_mesh
 from tests import tiny
 
 CONFIG = tiny.config(dtype="float32")
 append = jax.jit(prompt_state.append)
-append_to_branch = jax.jit(prompt_state.append_to_branch)
+append_to_branch = jax.jit(
+    prompt_state.append_to_branch, static_argnames="steps"
+)
 fork = jax.jit(prompt_state.fork, static_argnames=("branches", "slots"))
 next_positions = jax.jit(prompt_state.next_positions)
+
+
+def empty(*, config=CONFIG, capacity=8, chunk_tokens=4, batch=1, **mesh):
+  """An empty state, of two frames of four tokens on one device."""
+  return empty_prompt_state(
+      config,
+      mesh=make_mesh(**mesh),
+      capacity=capacity,
+      chunk_tokens=chunk_tokens,
+      batch=batch,
+  )
 
 
 def random_like(tree, seed):
@@ -33,9 +47,10 @@ def random_like(tree, seed):
 
 def segment(*, rows, steps, seed):
   """What a segment might add to a state."""
+  recurrent = empty_recurrent(CONFIG, mesh=make_mesh(), batch=rows)
   return SegmentDelta(
       slots=random_like(empty_slots(CONFIG, batch=rows, slots=steps), seed),
-      recurrent=random_like(empty_recurrent(CONFIG, batch=rows), seed + 1),
+      recurrent=random_like(recurrent, seed + 1),
   )
 
 
@@ -48,8 +63,7 @@ def positions(*rows):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_nbytes_equals_the_real_arrays_to_the_byte(name, dtype):
   config = preset(name).replace(dtype=dtype)
-  make = jax.jit(partial(empty_prompt_state, config, capacity=12, batch=2))
-  state = make()
+  state = empty(config=config, capacity=12, batch=2)
   real = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
   assert nbytes(config, capacity=12, batch=2) == real
 
@@ -69,7 +83,7 @@ def test_keys_and_values_of_27b_take_65536_bytes_a_token():
 
 
 def test_an_empty_state_holds_nothing():
-  state = empty_prompt_state(CONFIG, capacity=5, batch=2)
+  state = empty(batch=2)
   check(state)
   assert (state.positions == -1).all() and (state.length == 0).all()
   assert not any(
@@ -77,44 +91,79 @@ def test_an_empty_state_holds_nothing():
   )
 
 
-def test_append_writes_a_segment_behind_what_is_there():
-  state = empty_prompt_state(CONFIG, capacity=8)
-  first = segment(rows=1, steps=3, seed=0)
-  second = segment(rows=1, steps=2, seed=2)
-  state = append(state, first, positions_BT=positions([0, 1, 2]))
-  state = append(state, second, positions_BT=positions([3, 4]))
+@pytest.mark.parametrize(
+    "sizes,message",
+    [
+        (dict(chunk_tokens=6), "chunk_tokens=6: want a multiple of mesh.conte"),
+        (dict(capacity=12), "capacity=12: want a multiple of chunk_tokens=8, "),
+        (dict(batch=3), "batch=3: want a multiple of mesh.data=2, e.g. 4"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_mesh_are_refused(sizes, message):
+  fits = dict(chunk_tokens=8, capacity=24, batch=2, data=2, context=4)
+  make = lambda **sizes: jax.eval_shape(partial(empty, **(fits | sizes)))
+  make()
+  with pytest.raises(ValueError, match=message):
+    make(**sizes)
+
+
+def test_append_writes_a_frame_where_its_positions_say():
+  state = empty()
+  first = segment(rows=1, steps=4, seed=0)
+  second = segment(rows=1, steps=4, seed=2)
+  state = append(state, first, positions_BT=positions([0, 1, 2, 3]))
+  state = append(state, second, positions_BT=positions([4, 5, -1, -1]))
   check(state)
   for ours, a, b in zip(
       *map(jax.tree.leaves, (state.slots, first.slots, second.slots)),
       strict=True,
   ):
-    np.testing.assert_array_equal(ours[:, :, :3], a)
-    np.testing.assert_array_equal(ours[:, :, 3:5], b)
-    assert not ours[:, :, 5:].any()
-  assert state.positions.tolist() == [[0, 1, 2, 3, 4, -1, -1, -1]]
-  assert state.length.tolist() == [5]
+    np.testing.assert_array_equal(ours[:, :, :4], a)
+    np.testing.assert_array_equal(ours[:, :, 4:6], b[:, :, :2])
+    assert not ours[:, :, 6:].any()
+  assert state.positions.tolist() == [[0, 1, 2, 3, 4, 5, -1, -1]]
+  assert state.length.tolist() == [6]
   assert tiny.largest_difference(state.recurrent, second.recurrent) == 0
 
 
-def test_padding_at_the_end_of_a_segment_is_overwritten_by_the_next():
-  state = empty_prompt_state(CONFIG, capacity=8)
-  padded = segment(rows=1, steps=4, seed=0)
-  state = append(state, padded, positions_BT=positions([0, 1, -1, -1]))
+def test_padding_is_never_written_and_the_next_segment_goes_on_in_its_frame():
+  state = empty()
+  first = segment(rows=1, steps=4, seed=0)
+  state = append(state, first, positions_BT=positions([0, 1, -1, -1]))
   assert state.length.tolist() == [2]
-  after = segment(rows=1, steps=4, seed=2)
-  state = append(state, after, positions_BT=positions([2, 3, 4, -1]))
-  assert state.positions.tolist() == [[0, 1, 2, 3, 4, -1, -1, -1]]
-  assert state.length.tolist() == [5]
-  np.testing.assert_array_equal(
-      state.slots.k[:, :, :2], padded.slots.k[:, :, :2]
-  )
-  np.testing.assert_array_equal(
-      state.slots.k[:, :, 2:5], after.slots.k[:, :, :3]
-  )
+  second = segment(rows=1, steps=4, seed=2)
+  state = append(state, second, positions_BT=positions([-1, -1, 2, -1]))
+  assert state.positions.tolist() == [[0, 1, 2, -1, -1, -1, -1, -1]]
+  assert state.length.tolist() == [3]
+  for ours, a, b in zip(
+      *map(jax.tree.leaves, (state.slots, first.slots, second.slots)),
+      strict=True,
+  ):
+    np.testing.assert_array_equal(ours[:, :, :2], a[:, :, :2])
+    np.testing.assert_array_equal(ours[:, :, 2], b[:, :, 2])
+    assert not ours[:, :, 3:].any()
+
+
+def test_a_row_without_new_tokens_stays_as_it_is():
+  state = empty(batch=2)
+  first = segment(rows=2, steps=4, seed=0)
+  at = positions([0, 1, 2, 3], [0, 1, 2, -1])
+  before = tiny.copied(append(state, first, positions_BT=at))
+  second = segment(rows=2, steps=4, seed=2)
+  at = positions([4, 5, 6, -1], [-1, -1, -1, -1])
+  state = append(before, second, positions_BT=at)
+  assert state.length.tolist() == [7, 3]
+  assert state.positions[1].tolist() == [0, 1, 2, -1, -1, -1, -1, -1]
+  for ours, theirs, new in zip(
+      *map(jax.tree.leaves, (state.slots, before.slots, second.slots)),
+      strict=True,
+  ):
+    np.testing.assert_array_equal(ours[:, 1], theirs[:, 1])
+    np.testing.assert_array_equal(ours[:, 0, 4:7], new[:, 0, :3])
 
 
 def test_branches_start_from_their_own_row_of_the_prompt():
-  state = random_like(empty_prompt_state(CONFIG, capacity=4, batch=2), 0)
+  state = random_like(empty(batch=2), 0)
   state = dataclasses.replace(state, length=jnp.array([3, 1], jnp.int32))
   branch = fork(state, branches=3, slots=5)
   for ours, prompt in zip(
@@ -130,26 +179,54 @@ def test_branches_start_from_their_own_row_of_the_prompt():
 
 
 def test_a_branch_grows_in_slots_of_its_own():
-  state = random_like(empty_prompt_state(CONFIG, capacity=4), 0)
+  state = random_like(empty(), 0)
   state = dataclasses.replace(state, length=jnp.array([3], jnp.int32))
   before = tiny.copied(state)
-  branch = fork(state, branches=2, slots=5)
-  first = segment(rows=2, steps=2, seed=1)
+  branch = fork(state, branches=2, slots=6)
+  first = segment(rows=2, steps=3, seed=1)
   second = segment(rows=2, steps=3, seed=3)
-  valid = jnp.array([[True, True], [True, False]])
+  valid = jnp.array([[True, True, True], [True, True, False]])
   at = next_positions(state, branch, valid_BT=valid)
-  assert at.tolist() == [[3, 4], [3, -1]]
+  assert at.tolist() == [[3, 4, 5], [3, 4, -1]]
   branch = append_to_branch(branch, first, positions_BT=at)
   valid = jnp.array([[True, True, False], [False, False, False]])
   at = next_positions(state, branch, valid_BT=valid)
-  assert at.tolist() == [[5, 6, -1], [-1, -1, -1]]
+  assert at.tolist() == [[6, 7, -1], [-1, -1, -1]]
   branch = append_to_branch(branch, second, positions_BT=at)
-  assert branch.used == 5
-  assert branch.positions.tolist() == [[3, 4, 5, 6, -1], [3, -1, -1, -1, -1]]
-  np.testing.assert_array_equal(branch.slots.v[:, :, :2], first.slots.v)
-  np.testing.assert_array_equal(branch.slots.v[:, :, 2:], second.slots.v)
+  assert branch.used == 6
+  assert branch.positions.tolist() == [
+      [3, 4, 5, 6, 7, -1],
+      [3, 4, -1, -1, -1, -1],
+  ]
+  np.testing.assert_array_equal(branch.slots.v[:, 0, :3], first.slots.v[:, 0])
+  np.testing.assert_array_equal(
+      branch.slots.v[:, 0, 3:5], second.slots.v[:, 0, :2]
+  )
+  np.testing.assert_array_equal(
+      branch.slots.v[:, 1, :2], first.slots.v[:, 1, :2]
+  )
+  assert not branch.slots.v[:, 1, 2:].any()
   assert tiny.largest_difference(branch.recurrent, second.recurrent) == 0
   jax.tree.map(np.testing.assert_array_equal, before, tiny.copied(state))
+
+
+def test_a_branch_grows_token_by_token_inside_a_frame():
+  """As sampling does: one place of the frame a step."""
+  state = random_like(empty(), 0)
+  state = dataclasses.replace(state, length=jnp.array([5], jnp.int32))
+  branch, added = fork(state, branches=1, slots=4), []
+  for step in range(4):
+    here = jnp.arange(2) == step % 2
+    at = next_positions(state, branch, valid_BT=here[None])
+    assert at.max() == 5 + step
+    added.append(segment(rows=1, steps=2, seed=step))
+    branch = append_to_branch(branch, added[-1], positions_BT=at, steps=1)
+  assert branch.used == 4
+  assert branch.positions.tolist() == [[5, 6, 7, 8]]
+  for step, delta in enumerate(added):
+    np.testing.assert_array_equal(
+        branch.slots.k[:, :, step], delta.slots.k[:, :, step % 2]
+    )
 
 
 def test_a_response_starts_at_the_position_of_the_last_prompt_token():
@@ -157,46 +234,40 @@ def test_a_response_starts_at_the_position_of_the_last_prompt_token():
   prompt = tiny.tokens(7)
   group = tiny.group(prompt, (3, 2))
   batch = to_branch_batch(
-      group,
-      advantages=np.zeros(2),
+      [group],
+      advantages=[np.zeros(2)],
       multiple=4,
       old_log_probs_from_rollouts=False,
+      mesh=make_mesh(),
   )
-  state = dataclasses.replace(
-      empty_prompt_state(CONFIG, capacity=8), length=jnp.array([6], jnp.int32)
-  )
+  state = dataclasses.replace(empty(), length=jnp.array([6], jnp.int32))
   at = next_positions(
-      state, fork(state, branches=2, slots=4), valid_BT=batch.valid
+      state, fork(state, branches=2, slots=4), valid_BT=batch.valid[0]
   )
   assert at.tolist() == [[6, 7, 8, -1], [6, 7, -1, -1]]
-  assert batch.inputs[0, 0] == prompt[-1]  # position P - 1
-  assert batch.inputs[0, 1] == group.rollouts[0].tokens[0]  # position P
+  assert batch.inputs[0, 0, 0] == prompt[-1]  # position P - 1
+  assert batch.inputs[0, 0, 1] == group.rollouts[0].tokens[0]  # position P
 
 
 @pytest.mark.parametrize("leaf", ["length", "next_token", "positions"])
 def test_a_leaf_of_another_batch_is_refused(leaf):
-  one, two = (
-      jax.eval_shape(partial(empty_prompt_state, CONFIG, capacity=4, batch=n))
-      for n in (1, 2)
-  )
+  one, two = (jax.eval_shape(partial(empty, batch=batch)) for batch in (1, 2))
   with pytest.raises(ValueError, match=r"do not fit positions\.shape"):
     check(dataclasses.replace(one, **{leaf: getattr(two, leaf)}))
 
 
 @pytest.mark.parametrize(
-    "part,leaf,name",
+    "part,leaf",
     [
-        ("slots", "k", "slots.k"),
-        ("slots", "v", "slots.v"),
-        ("recurrent", "recurrent", "recurrent"),
-        ("recurrent", "conv", "conv"),
+        ("slots", "k"),
+        ("slots", "v"),
+        *(("recurrent", leaf.name) for leaf in dataclasses.fields(DeltaState)),
     ],
 )
-@pytest.mark.parametrize("other", [{"batch": 2}, {"capacity": 8}])
-def test_a_leaf_that_fits_no_other_is_refused_by_name(part, leaf, name, other):
+@pytest.mark.parametrize("other", [{"batch": 2}, {"capacity": 16}])
+def test_a_leaf_that_fits_no_other_is_refused_by_name(part, leaf, other):
   ours, theirs = (
-      jax.eval_shape(partial(empty_prompt_state, CONFIG, **sizes))
-      for sizes in ({"capacity": 4}, {"capacity": 4} | other)
+      jax.eval_shape(partial(empty, **sizes)) for sizes in ({}, other)
   )
   mixed = dataclasses.replace(
       getattr(ours, part), **{leaf: getattr(getattr(theirs, part), leaf)}
@@ -205,5 +276,5 @@ def test_a_leaf_that_fits_no_other_is_refused_by_name(part, leaf, name, other):
   if part == "recurrent" and "capacity" in other:
     check(state)  # it is of one size, whatever was seen
     return
-  with pytest.raises(ValueError, match=f"prompt state: {name} do not fit"):
+  with pytest.raises(ValueError, match=f"state: {part}.{leaf} do not fit"):
     check(state)

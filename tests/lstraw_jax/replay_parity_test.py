@@ -18,6 +18,7 @@ from lstraw_jax.policy import make_policy
 from lstraw_jax.replay import ReplayConfig, replay, zero_gradients
 from lstraw_jax.rollouts import Rollout, RolloutGroup, to_branch_batch
 from modeling import checkpoint_names
+from modeling.sharding import make_mesh
 
 torch = pytest.importorskip("torch")
 
@@ -74,18 +75,19 @@ def our_branches(responses, olds, refs):
       ),
   )
   branches = to_branch_batch(
-      group,
-      advantages=ADVANTAGES,
+      [group],
+      advantages=[ADVANTAGES],
       multiple=8,
       old_log_probs_from_rollouts=False,
+      mesh=make_mesh(),
   )
-  length = branches.inputs.shape[1]
+  length = branches.inputs.shape[2]
   pad = lambda rows: jnp.asarray(
-      np.stack([np.pad(row, (0, length - row.size)) for row in rows])
+      [[np.pad(row, (0, length - row.size)) for row in rows]]
   )
   return dataclasses.replace(
       branches,
-      advantages=jnp.asarray(ADVANTAGES),
+      advantages=jnp.asarray([ADVANTAGES]),
       old_log_probs=pad(olds),
       ref_log_probs=pad(refs),
   )
@@ -103,7 +105,7 @@ def test_the_grpo_gradient_is_pytorch_s_with_the_prompt_detached(x64, moe):
 
   policy = make_policy(torch_oracle.our_model(theirs, config))
   policy = jax.tree.map(jnp.asarray, policy)
-  prompt = capture(policy, PROMPT, chunk_tokens=16)
+  prompt = capture(policy, [PROMPT], chunk_tokens=16)
   branches = our_branches(responses, olds, refs)
   replayed = replay(
       policy,

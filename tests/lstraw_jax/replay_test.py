@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lstraw_jax.objectives import ObjectiveConfig
+from lstraw_jax.capture import capture
+from lstraw_jax.objectives import ObjectiveConfig, denominator
 from lstraw_jax.policy import make_policy
 from lstraw_jax.prompt_state import empty_prompt_state, nbytes
 from lstraw_jax.replay import ReplayConfig, replay, zero_gradients
 from lstraw_jax.rollouts import BranchBatch
 from lstraw_jax.scoring import score
 from modeling.qwen3_5 import abstract_model
+from modeling.sharding import make_mesh
 from tests import programs, tiny
 
 GRADIENT_TOLERANCE = 1e-10  # float64, relative to the largest entry of a leaf
@@ -27,6 +29,7 @@ KINDS = {
 }
 PROMPT_TOKENS = 21
 PROMPT = tiny.tokens(PROMPT_TOKENS)
+OTHER = tiny.tokens(18, seed=9)  # of another length, in the same bucket
 LENGTHS = (1, 20, 5, 13)
 PLAIN = ReplayConfig(prompt_gradient="dropped", head_chunk_tokens=8)
 # Every term of the objective at once; tool tokens are masked.
@@ -66,22 +69,34 @@ def full_branches(kind):
   )
 
 
-def replayed(kind, branches, config=PLAIN, **settings):
-  """Replays branches behind the prompt, from zero gradients."""
+def replayed(kind, branches, config=PLAIN, *, prompt=None, **settings):
+  """Replays branches behind a prompt's state, by default that of PROMPT."""
   policy = tiny.policy(KINDS[kind])
+  prompt = captured(kind) if prompt is None else prompt
   config = dataclasses.replace(config, **settings)
   gradients = zero_gradients(policy)
-  return replay(policy, captured(kind), branches, gradients, config=config)
+  return replay(policy, prompt, branches, gradients, config=config)
+
+
+def part(branches, *, row=0, index):
+  """One branch, as a batch of its own."""
+  return jax.tree.map(lambda x: x[row : row + 1, index : index + 1], branches)
+
+
+def sum_of(parts):
+  """Gradients and loss of several replays, added up."""
+  told = [jax.device_get((one.gradients, one.loss)) for one in parts]
+  return jax.tree.map(lambda *x: sum(x), *told)
 
 
 @partial(jax.jit, static_argnames="config")
 def oracle(policy, prompt, branches, *, config):
-  """Loss, gradient and log-probs of all branches, as one batch in one graph.
+  """Loss, gradient and log-probs of a prompt's branches, in one graph.
 
   The prompt's state is a constant. Nothing of the update is used but the model.
   """
-  steps = branches.inputs.shape[1]
-  rows = branches.inputs.shape[0]
+  branches = jax.tree.map(lambda x: x[0], branches)
+  rows, steps = branches.inputs.shape
 
   def loss(trainable):
     model = policy.replace(trainable=trainable).model
@@ -104,7 +119,7 @@ def oracle(policy, prompt, branches, *, config):
   (total, log_probs), gradients = jax.value_and_grad(loss, has_aux=True)(
       policy.trainable
   )
-  return total, gradients, jnp.where(branches.loss_mask, log_probs, 0.0)
+  return total, gradients, jnp.where(branches.loss_mask, log_probs, 0.0)[None]
 
 
 def grpo(log_probs, branches: BranchBatch, objective):
@@ -155,7 +170,8 @@ def test_every_term_of_the_objective_reaches_every_adapter(x64):
   log_probs = np.asarray(found.log_probs)[mask]
   ratio = np.exp(log_probs - np.asarray(branches.old_log_probs)[mask])
   apart = np.asarray(branches.ref_log_probs)[mask] - log_probs
-  advantages = np.broadcast_to(branches.advantages[:, None], mask.shape)[mask]
+  advantages = np.broadcast_to(branches.advantages[..., None], mask.shape)
+  advantages = advantages[mask]
   clipped = ((advantages > 0) & (ratio > 1.28)) | (
       (advantages < 0) & (ratio < 0.8)
   )
@@ -208,20 +224,47 @@ def test_a_group_is_the_sum_of_its_branches(x64):
   branches = plain_branches()
   whole = replayed("dense", branches, block_tokens=64)
   ones = [
-      replayed(
-          "dense",
-          jax.tree.map(lambda x, i=index: x[i : i + 1], branches),
-          block_tokens=16,
-      )
+      replayed("dense", part(branches, index=index), block_tokens=16)
       for index in range(len(LENGTHS))
   ]
-  sums = jax.tree.map(
-      lambda *x: sum(x),
-      *[jax.device_get((one.gradients, one.loss)) for one in ones],
-  )
-  summed = (*sums, np.concatenate([one.log_probs for one in ones]))
+  log_probs = np.concatenate([one.log_probs for one in ones], axis=1)
+  summed = (*sum_of(ones), log_probs)
   together = (whole.gradients, whole.loss, whole.log_probs)
   assert tiny.largest_difference(summed, together) < FLOAT64_TOLERANCE
+
+
+def test_prompts_of_a_batch_are_the_sum_of_their_branches(x64):
+  """Those that fill up the smaller group add nothing and are not counted."""
+  policy, prompts = tiny.policy(KINDS["dense"]), (PROMPT, OTHER)
+  groups = tiny.group(PROMPT, LENGTHS), tiny.group(OTHER, (20, 3), seed=5)
+  branches = tiny.branches(*groups)
+  whole = replayed(
+      "dense",
+      branches,
+      prompt=capture(policy, prompts, chunk_tokens=8),
+      block_tokens=16,
+  )
+  ones = {
+      (row, index): replayed(
+          "dense",
+          part(branches, row=row, index=index),
+          prompt=tiny.captured(policy, prompts[row]),
+          block_tokens=16,
+      )
+      for row, group in enumerate(groups)
+      for index in range(len(group.rollouts))
+  }
+  found = (whole.gradients, whole.loss)
+  assert tiny.largest_difference(found, sum_of(ones.values())) < 1e-11
+  for (row, index), one in ones.items():
+    np.testing.assert_allclose(
+        whole.log_probs[row, index], one.log_probs[0, 0], atol=1e-11, rtol=0
+    )
+  assert not whole.log_probs[1, 2:].any()
+  counted = partial(denominator, branches.loss_mask)
+  assert counted(aggregation="response_mean") == len(ones) == 6
+  assert counted(aggregation="token_mean") == sum(LENGTHS) + 23
+  assert float(whole.stats.tokens) == sum(LENGTHS) + 23
 
 
 def test_gradients_are_added_to_those_given(x64):
@@ -241,14 +284,14 @@ def test_the_order_of_the_branches_does_not_matter(x64):
   whole = replayed("dense", branches, block_tokens=64)
   permuted = replayed(
       "dense",
-      jax.tree.map(lambda x: x[order], branches),
+      jax.tree.map(lambda x: x[:, order], branches),
       block_tokens=64,
   )
   assert (
       tiny.largest_difference(permuted.gradients, whole.gradients)
       < FLOAT64_TOLERANCE
   )
-  np.testing.assert_array_equal(permuted.log_probs, whole.log_probs[order])
+  np.testing.assert_array_equal(permuted.log_probs, whole.log_probs[:, order])
 
 
 def test_one_token_behind_a_prompt_of_one_token_and_its_progress(x64):
@@ -266,7 +309,9 @@ def test_one_token_behind_a_prompt_of_one_token_and_its_progress(x64):
   )
   jax.effects_barrier()
   assert sorted(calls) == [("replay", n, 3) for n in (1, 2, 3)]
-  nothing = empty_prompt_state(KINDS["dense"], capacity=0)
+  nothing = empty_prompt_state(
+      KINDS["dense"], mesh=make_mesh(), capacity=0, chunk_tokens=8, batch=1
+  )
   loss, gradients, log_probs = oracle(policy, nothing, branches, config=PLAIN)
   ours = (found.gradients, found.loss, found.log_probs)
   wanted = (gradients, loss, log_probs)
@@ -319,7 +364,7 @@ LARGE = tiny.config(
 def compiled(*, group_size=2, slots=SLOTS, config=LARGE):
   """Replay of responses of two blocks, compiled from shapes."""
   policy = make_policy(abstract_model(config))
-  shape = lambda dtype: jax.ShapeDtypeStruct((group_size, 2 * BLOCK), dtype)
+  shape = partial(jax.ShapeDtypeStruct, (1, group_size, 2 * BLOCK))
   branches = BranchBatch(
       inputs=shape(jnp.int32),
       targets=shape(jnp.int32),
@@ -327,11 +372,19 @@ def compiled(*, group_size=2, slots=SLOTS, config=LARGE):
       loss_mask=shape(bool),
       old_log_probs=shape(jnp.float32),
       ref_log_probs=None,
-      advantages=jax.ShapeDtypeStruct((group_size,), jnp.float32),
+      advantages=jax.ShapeDtypeStruct((1, group_size), jnp.float32),
+  )
+  prompt = partial(
+      empty_prompt_state,
+      config,
+      mesh=make_mesh(),
+      capacity=slots,
+      chunk_tokens=SLOTS,
+      batch=1,
   )
   lowered = replay.lower(
       policy,
-      jax.eval_shape(partial(empty_prompt_state, config, capacity=slots)),
+      jax.eval_shape(prompt),
       branches,
       jax.eval_shape(zero_gradients, policy),
       config=dataclasses.replace(
@@ -385,7 +438,7 @@ def test_the_gradients_are_accumulated_in_place():
 
 def test_no_buffer_holds_the_vocabulary_for_more_rows_than_a_chunk():
   with_vocab = programs.buffers_with(compiled(), VOCAB)
-  assert (HEAD_ROWS, VOCAB) in with_vocab
+  assert (1, HEAD_ROWS, VOCAB) in with_vocab
   rows = [np.prod(shape) // VOCAB for shape in with_vocab]
   assert max(rows) == max(HEAD_ROWS, LARGE.hidden_size)
 

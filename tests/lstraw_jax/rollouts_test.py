@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lstraw_jax import rollouts
 from lstraw_jax.rollouts import Rollout, RolloutGroup
+from modeling.sharding import make_mesh
 
 NAN, INF = float("nan"), float("inf")
 
@@ -31,12 +32,14 @@ def make_group(*lengths, prompt=(1, 2, 9), log_probs=True):
   )
 
 
-def batch_of(host, *, multiple=4, from_rollouts=True):
+def batch_of(*groups, multiple=4, from_rollouts=True, mesh=None):
+  """A batch of some groups; the advantages of each are 1, 2, ..."""
   return rollouts.to_branch_batch(
-      host,
-      advantages=np.arange(len(host.rollouts), dtype=np.float64),
+      groups,
+      advantages=[1.0 + np.arange(len(group.rollouts)) for group in groups],
       multiple=multiple,
       old_log_probs_from_rollouts=from_rollouts,
+      mesh=mesh or make_mesh(),
   )
 
 
@@ -54,32 +57,52 @@ def test_a_group_without_prompt_or_rollouts_is_refused(prompt, lengths):
     make_group(*lengths, prompt=prompt)
 
 
-@pytest.mark.parametrize("lengths", [(3, 1, 4), (5, 9), (1, 1)])
-def test_a_ragged_batch_holds_every_response_and_zeros(lengths):
-  host = make_group(*lengths)
-  batch = batch_of(host)
-  length = rollouts.bucket(max(lengths), multiple=4)
-  assert batch.inputs.shape == (len(lengths), length)
-  assert batch.valid.sum(1).tolist() == list(lengths)
-  assert batch.advantages.tolist() == list(range(len(lengths)))
+@pytest.mark.parametrize(
+    "groups", [[(3, 1, 4)], [(5, 9)], [(1, 1)], [(2, 7, 4), (9,), (1, 3)]]
+)
+def test_a_ragged_batch_holds_every_response_and_zeros(groups):
+  hosts = [
+      make_group(*lengths, prompt=(1, 2, 9 + row))
+      for row, lengths in enumerate(groups)
+  ]
+  batch = jax.device_get(batch_of(*hosts))
+  length = rollouts.bucket(max(map(max, groups)), multiple=4)
+  most = max(map(len, groups))
+  assert batch.inputs.shape == (len(groups), most, length)
   assert batch.ref_log_probs is None
-  for i, rollout in enumerate(host.rollouts):
-    n = rollout.tokens.size
-    tokens = rollout.tokens.tolist()
-    assert batch.inputs[i, :n].tolist() == [9, *tokens[:-1]]
-    for padded, row in [
-        (batch.targets, rollout.tokens),
-        (batch.loss_mask, rollout.loss_mask),
-        (batch.old_log_probs, rollout.log_probs),
-    ]:
-      np.testing.assert_array_equal(padded[i, :n], row)
-    for padded in jax.tree.leaves(batch)[:5]:
-      assert not padded[i, n:].any()
+  for b, host in enumerate(hosts):
+    missing = [0] * (most - len(host.rollouts))
+    counts = [rollout.tokens.size for rollout in host.rollouts]
+    assert batch.valid[b].sum(1).tolist() == counts + missing
+    advantages = [*range(1, len(counts) + 1), *missing]
+    assert batch.advantages[b].tolist() == advantages
+    for padded in jax.tree.leaves(batch):
+      assert not padded[b, len(counts) :].any()
+    for i, rollout in enumerate(host.rollouts):
+      n = rollout.tokens.size
+      tokens = rollout.tokens.tolist()
+      assert batch.inputs[b, i, :n].tolist() == [9 + b, *tokens[:-1]]
+      for padded, row in [
+          (batch.targets, rollout.tokens),
+          (batch.loss_mask, rollout.loss_mask),
+          (batch.old_log_probs, rollout.log_probs),
+      ]:
+        np.testing.assert_array_equal(padded[b, i, :n], row)
+      for padded in jax.tree.leaves(batch)[:5]:
+        assert not padded[b, i, n:].any()
 
 
-def test_every_branch_starts_with_the_last_prompt_token():
-  batch = batch_of(make_group(3, 1, 4))
-  assert batch.inputs[:, 0].tolist() == [9, 9, 9]
+def test_every_branch_starts_with_the_last_token_of_its_prompt():
+  batch = batch_of(make_group(3, 1, 4), make_group(2, 5, 1, prompt=(7, 8)))
+  assert batch.inputs[..., 0].tolist() == [[9, 9, 9], [8, 8, 8]]
+
+
+def test_a_batch_lies_whole_on_every_device_of_its_mesh():
+  """A process reads its rows of it, and so may any other."""
+  mesh = make_mesh(data=2, context=4)
+  for leaf in jax.tree.leaves(batch_of(*[make_group(2, 3)] * 2, mesh=mesh)):
+    assert leaf.sharding.device_set == set(mesh.devices.flat)
+    assert leaf.is_fully_replicated
 
 
 def test_batch_dtypes_do_not_depend_on_x64(x64):
@@ -98,7 +121,7 @@ def test_old_log_probs_are_left_out_unless_asked_for():
   batch = batch_of(make_group(2, 3), from_rollouts=False)
   assert batch.old_log_probs is None
   with pytest.raises(ValueError, match="old_log_probs_from_rollouts=True"):
-    batch_of(make_group(2, 3, log_probs=False))
+    batch_of(make_group(2, 3), make_group(2, 3, log_probs=False))
 
 
 def test_a_batch_passes_through_jit_as_a_pytree():
@@ -115,10 +138,11 @@ def test_a_batch_passes_through_jit_as_a_pytree():
 def test_bad_advantages_are_refused(advantages, message):
   with pytest.raises(ValueError, match=message):
     rollouts.to_branch_batch(
-        make_group(2, 3),
-        advantages=np.array(advantages),
+        [make_group(1), make_group(2, 3)],
+        advantages=[np.zeros(1), np.array(advantages)],
         multiple=4,
         old_log_probs_from_rollouts=False,
+        mesh=make_mesh(),
     )
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lstraw_jax.capture import capture
 from lstraw_jax.rollouts import RolloutGroup
 from lstraw_jax.sampling import SamplingConfig, sample, to_rollouts
 from lstraw_jax.scoring import score
@@ -16,6 +17,7 @@ from tests import tiny
 VOCAB = 11
 DTYPES = {"float32": 1e-5, "float64": 1e-11}  # tolerance against scoring
 PROMPT = tiny.tokens(13, vocab_size=VOCAB)
+OTHER = tiny.tokens(10, seed=9, vocab_size=VOCAB)
 STOPS = (5, 6)
 ONE = SamplingConfig(max_tokens=1, temperature=1.5)
 MANY = SamplingConfig(max_tokens=12, temperature=1.2, stop_tokens=STOPS)
@@ -37,17 +39,15 @@ def captured(dtype="float64"):
 
 @functools.cache
 def samples(config, *, group_size=8, seed=0, dtype="float64"):
-  """Samples behind the prompt, on the host."""
-  key = jax.random.key(seed)
-  return jax.device_get(
-      sample(
-          policy(dtype),
-          captured(dtype),
-          key,
-          group_size=group_size,
-          config=config,
-      )
+  """Samples behind the prompt, on the host: leaves [G, ...]."""
+  drawn = sample(
+      policy(dtype),
+      captured(dtype),
+      jax.random.key(seed)[None],
+      group_size=group_size,
+      config=config,
   )
+  return jax.tree.map(lambda x: x[0], jax.device_get(drawn))
 
 
 @jax.jit
@@ -58,7 +58,9 @@ def all_logits(policy, sequences):
       sequences,
       positions_BT=jnp.broadcast_to(positions, sequences.shape),
       prefixes=(),
-      recurrent=empty_recurrent(policy.config, batch=sequences.shape[0]),
+      recurrent=empty_recurrent(
+          policy.config, mesh=policy.mesh, batch=sequences.shape[0]
+      ),
   )
   return policy.model.logits(hidden)
 
@@ -127,6 +129,21 @@ def test_a_response_does_not_depend_on_its_siblings(x64):
   assert len({row.tobytes() for row in many.tokens}) >= 7
 
 
+def test_prompts_of_a_batch_are_sampled_as_each_alone(x64):
+  """Each by its key, whatever the other's length."""
+  prompts = (OTHER, PROMPT)
+  keys = jax.random.split(jax.random.key(3))
+  draw = lambda prompt, keys: jax.device_get(
+      sample(policy(), prompt, keys, group_size=8, config=MANY)
+  )
+  both = draw(capture(policy(), prompts, chunk_tokens=8), keys)
+  for row, prompt in enumerate(prompts):
+    alone = draw(tiny.captured(policy(), prompt), keys[row : row + 1])
+    for ours, theirs in zip(both, alone, strict=True):
+      np.testing.assert_allclose(ours[row], theirs[0], atol=1e-11, rtol=0)
+  assert (both.tokens[0] != both.tokens[1]).any(1).all()
+
+
 def test_every_token_of_every_response_is_drawn_anew(x64):
   """At a temperature where the logits do not matter."""
   drawn = samples(UNIFORM, group_size=8)
@@ -157,7 +174,7 @@ def test_sampled_log_probs_are_those_of_scoring(x64, dtype):
   )
   assert scores.log_probs.dtype == drawn.log_probs.dtype == dtype
   np.testing.assert_allclose(
-      drawn.log_probs, scores.log_probs, atol=DTYPES[dtype], rtol=0
+      drawn.log_probs, scores.log_probs[0], atol=DTYPES[dtype], rtol=0
   )
 
 

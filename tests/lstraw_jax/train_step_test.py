@@ -70,9 +70,10 @@ def group_b():
   return dataclasses.replace(group, rollouts=rollouts)
 
 
-def request(group: RolloutGroup) -> Request:
-  """Responses that are there already."""
-  return Request(group.prompt_tokens, lambda policy, prompt, key: group)
+def request(*groups: RolloutGroup) -> Request:
+  """Responses that are there already, of the prompts of one turn."""
+  prompts = tuple(group.prompt_tokens for group in groups)
+  return Request(prompts, lambda policy, prompt, keys: groups)
 
 
 def step(state, groups, *, optimizer=SGD, config=UPDATE, clock=None):
@@ -116,16 +117,16 @@ def scored(policy, prompt, group):
 def test_a_learning_rate_of_zero_leaves_every_log_prob_bitwise(x64):
   seen, group = [], group_a()
 
-  def respond(policy, prompt, key):
-    del key
+  def respond(policy, prompt, keys):
+    del keys
     seen.append(tiny.copied(scored(policy, prompt, group)))
-    return group
+    return [group]
 
   state = train_state(FIXED)
   results = []
   for count in (1, 2, 3):
     state, metrics = step(
-        state, [Request(group.prompt_tokens, respond)], optimizer=FIXED
+        state, [Request((group.prompt_tokens,), respond)], optimizer=FIXED
     )
     results.append(metrics)
     assert int(state.step) == count
@@ -152,6 +153,20 @@ def test_prompts_add_up_and_are_divided_once(x64):
   assert tiny.largest_difference(both, wanted) < FLOAT64_TOLERANCE
   loss = (3 * metrics_a.loss + 2 * metrics_b.loss) / 5
   np.testing.assert_allclose(metrics.loss, loss, rtol=FLOAT64_TOLERANCE)
+
+
+def test_prompts_of_one_turn_are_those_of_turns_of_their_own(x64):
+  """Of other lengths, other numbers of responses, and some without a loss."""
+  fewer = dataclasses.replace(group_a(), rollouts=group_a().rollouts[:2])
+  one, metrics = gradient([request(fewer, group_b())])
+  other, wanted = gradient([fewer, group_b()])
+  assert tiny.largest_difference(one, other) < FLOAT64_TOLERANCE
+  assert metrics.denominator == wanted.denominator == 4
+  for ours, theirs in zip(metrics, wanted, strict=True):
+    if not isinstance(ours, dict):
+      np.testing.assert_allclose(ours, theirs, rtol=1e-11)
+  for name, ours in metrics.tokens.items():
+    np.testing.assert_allclose(ours, wanted.tokens[name], rtol=1e-11)
 
 
 def test_the_order_of_prompts_does_not_matter(x64):
@@ -191,12 +206,12 @@ def test_the_sampler_gap_is_how_far_its_log_probs_are(x64, shift):
   """Of tokens that carry loss alone; shifted elsewhere it does not show."""
   group = tiny.group(tiny.tokens(11, seed=5), (6, 2, 4), masked=0.4)
 
-  def respond(policy, prompt, key):
-    del key
+  def respond(policy, prompt, keys):
+    del keys
     whole = dataclasses.replace(
         group, rollouts=tuple(map(keep_all, group.rollouts))
     )
-    rows = scored(policy, prompt, whole).log_probs
+    rows = scored(policy, prompt, whole).log_probs[0]
     rollouts = [
         dataclasses.replace(
             rollout,
@@ -206,9 +221,9 @@ def test_the_sampler_gap_is_how_far_its_log_probs_are(x64, shift):
         )
         for rollout, row in zip(group.rollouts, np.asarray(rows), strict=True)
     ]
-    return dataclasses.replace(group, rollouts=tuple(rollouts))
+    return [dataclasses.replace(group, rollouts=tuple(rollouts))]
 
-  _, metrics = step(train_state(), [Request(group.prompt_tokens, respond)])
+  _, metrics = step(train_state(), [Request((group.prompt_tokens,), respond)])
   np.testing.assert_allclose(metrics.sampler_gap_nats, shift, atol=1e-12)
 
 
@@ -222,22 +237,22 @@ def test_the_reference_and_the_stored_log_probs_reach_the_loss(x64):
   """The second step's KL is that between its policy and the first one's."""
   group, scores = group_a(), []
 
-  def respond(policy, prompt, key):
-    del key
-    rows = np.asarray(scored(policy, prompt, group).log_probs)
+  def respond(policy, prompt, keys):
+    del keys
+    rows = np.asarray(scored(policy, prompt, group).log_probs)[0]
     scores.append(rows)
     rollouts = [
         dataclasses.replace(r, log_probs=row[: r.tokens.size] + 0.1)
         for r, row in zip(group.rollouts, rows, strict=True)
     ]
-    return dataclasses.replace(group, rollouts=tuple(rollouts))
+    return [dataclasses.replace(group, rollouts=tuple(rollouts))]
 
   state, clock = train_state(), PhaseClock()
   reference = tiny.copied(state.reference)
   for _ in range(2):
     state, metrics = step(
         state,
-        [Request(group.prompt_tokens, respond)],
+        [Request((group.prompt_tokens,), respond)],
         config=FULL,
         clock=clock,
     )
@@ -268,9 +283,7 @@ def test_the_reference_and_the_stored_log_probs_reach_the_loss(x64):
 
 def test_a_gradient_that_is_not_finite_raises(x64):
   policy = tiny.policy(CONFIG)
-  broken = jax.tree.map(
-      lambda x: jnp.asarray(np.full(x.shape, np.nan)), policy.trainable
-  )
+  broken = jax.tree.map(lambda x: x * jnp.nan, policy.trainable)
   state = train_state(policy=policy.replace(trainable=broken))
   with pytest.raises(FloatingPointError, match="step 0: the gradient norm is"):
     step(state, [group_a()])
@@ -295,34 +308,36 @@ def test_progress_tells_every_chunk_and_every_branch_in_order(x64):
 
 
 def test_each_prompt_of_each_step_has_a_key_of_its_own(x64):
-  keys, group = [], group_a()
+  """However the prompts of a step are dealt out to turns."""
+  found, group = [], group_a()
 
-  def respond(policy, prompt, key):
+  def respond(policy, prompt, keys):
     del policy, prompt
-    keys.append(tuple(jax.random.key_data(key).tolist()))
-    return group
+    found.extend(map(tuple, jax.random.key_data(keys).tolist()))
+    return [group] * len(keys)
 
-  for _ in range(2):
+  turn = lambda count: Request((group.prompt_tokens,) * count, respond)
+  for counts in ((1, 1, 1), (2, 1), (1, 1, 1)):
     state = train_state(FIXED)
     for _ in range(2):
-      requests = [Request(group.prompt_tokens, respond)] * 2
+      requests = [turn(count) for count in counts]
       state, _ = step(state, requests, optimizer=FIXED)
-  assert len(set(keys[:4])) == 4
-  assert keys[:4] == keys[4:]
+  assert len(set(found[:6])) == 6
+  assert found[:6] == found[6:12] == found[12:]
 
 
 def test_the_state_says_which_policy_captured_it(x64):
   steps, group = [], group_a()
 
-  def respond(policy, prompt, key):
-    del policy, key
+  def respond(policy, prompt, keys):
+    del policy, keys
     steps.append(int(prompt.policy_step))
-    return group
+    return [group]
 
   state = train_state(FIXED)
   for _ in range(2):
     state, _ = step(
-        state, [Request(group.prompt_tokens, respond)], optimizer=FIXED
+        state, [Request((group.prompt_tokens,), respond)], optimizer=FIXED
     )
   assert steps == [0, 1]
 

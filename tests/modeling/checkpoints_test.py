@@ -10,9 +10,16 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from modeling import checkpoint_files, checkpoint_names, checkpoints, presets
+from modeling import (
+    checkpoint_files,
+    checkpoint_names,
+    checkpoints,
+    presets,
+    sharding,
+)
 from modeling.qwen3_5_config import LoraConfig, Qwen3_5Config, RopeConfig
 from tests.random_model import random_model
 
@@ -23,6 +30,7 @@ MOE = presets.preset("tiny-moe").replace(
     vocab_size=32, hidden_size=16, num_hidden_layers=8
 )
 TIED = DENSE.replace(tie_word_embeddings=True)
+LORA = LoraConfig(rank=4, alpha=2.0, targets=("in_proj_qkv", "down_proj"))
 TEXT, VISION_LANGUAGE = "model.", "model.language_model."
 VISION = "model.visual.patch_embed.proj.weight"
 MTP = ("mtp.fc.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight")
@@ -317,27 +325,32 @@ def test_weights_take_the_dtype_of_the_model(tmp_path, dtype):
   assert saved["lm_head.weight"].dtype == ml_dtypes.bfloat16
 
 
-def test_leaves_go_where_they_are_sent(tmp_path):
-  source = write(tmp_path / "source", named(draw(DENSE)))
-  mesh = jax.make_mesh(
-      (2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,)
+MESH = dict(data=2, context=2, tensor=2)
+
+
+def test_a_mesh_changes_where_weights_lie_and_nothing_else(tmp_path):
+  config = MOE.replace(lora=LORA)
+  tensors = named(draw(config))
+  source = write(tmp_path / "source", tensors, config)
+  mesh = sharding.make_mesh(**MESH)
+  model, _ = checkpoints.load_model(source, config=config, mesh=mesh)
+  assert model.mesh == mesh
+  wanted = sharding.shardings(model, mesh)
+  jax.tree.map(lambda x, layout: _expect_layout(x, layout), model, wanted)
+  kernel = model.blocks.full_layer.self_attn.q_proj.kernel[...]
+  assert 8 * kernel.addressable_shards[0].data.size == kernel.size
+  plain, _ = checkpoints.load_model(source, config=config)
+  jax.tree.map(
+      np.testing.assert_array_equal, nnx.state(model), nnx.state(plain)
+  )
+  checkpoints.save_model(model, tmp_path / "out")  # B is zero in new adapters
+  assert_same_tensors(
+      load_file(tmp_path / "out" / "model.safetensors"), tensors
   )
 
-  def sharding(variable):
-    names = variable.get_metadata("out_sharding")
-    spec = ["tensor" if name == "mlp" else None for name in names]
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
-  model, _ = checkpoints.load_model(source, config=DENSE, sharding=sharding)
-  kernel = model.blocks.full_layer.mlp.up_proj.kernel[...]
-  assert kernel.sharding.shard_shape(kernel.shape) == (2, 16, 64)
-  plain, _ = checkpoints.load_model(source, config=DENSE)
-  np.testing.assert_array_equal(
-      kernel, plain.blocks.full_layer.mlp.up_proj.kernel[...]
-  )
-
-
-LORA = LoraConfig(rank=4, alpha=2.0, targets=("in_proj_qkv", "down_proj"))
+def _expect_layout(array, layout):
+  assert array.sharding == layout
 
 
 def test_adapters_are_drawn_as_for_a_new_model(tmp_path):

@@ -70,7 +70,9 @@ def run(model, tokens):
       tokens[:, :-1],
       positions_BT=positions(0, steps - 1, rows=rows),
       prefixes=(),
-      recurrent=layer_state.empty_recurrent(model.config, batch=rows),
+      recurrent=layer_state.empty_recurrent(
+          model.config, mesh=model.mesh, batch=rows
+      ),
   )
   return log_probs(model, hidden, tokens[:, 1:])
 
@@ -200,12 +202,16 @@ def test_the_gradient_with_the_prompt_detached_is_that_of_pytorch(x64):
         tokens,
         positions_BT=positions(0, PROMPT - 1, rows=1),
         prefixes=(),
-        recurrent=layer_state.empty_recurrent(model.config, batch=1),
+        recurrent=layer_state.empty_recurrent(
+            model.config, mesh=model.mesh, batch=1
+        ),
     )
     return delta
 
   def mean(model, delta):
-    chosen = run_response(model, TOKENS[:1], delta.recurrent, delta.slots)
+    chosen = run_response(
+        model, jnp.asarray(TOKENS[:1]), delta.recurrent, delta.slots
+    )
     return chosen.mean(), chosen
 
   delta = state_of_prompt(ours, TOKENS[:1, : PROMPT - 1])

@@ -22,7 +22,9 @@ LORA = LoraConfig(rank=2, alpha=6.0, targets=LINEAR_NAMES)
 def segment(model, tokens, positions, prefixes=(), recurrent=None):
   """One segment; recurrent=None is the start of a sequence."""
   if recurrent is None:
-    recurrent = layer_state.empty_recurrent(model.config, batch=len(tokens))
+    recurrent = layer_state.empty_recurrent(
+        model.config, mesh=model.mesh, batch=len(tokens)
+    )
   return model(
       tokens, positions_BT=positions, prefixes=prefixes, recurrent=recurrent
   )
@@ -99,7 +101,10 @@ def test_segments_of_any_length_follow_each_other(x64):
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 63, 64, 65, 127, 128, 129])
 def test_any_cut_equals_one_pass(x64, cut):
-  """Both sides are padded to one length, and so is the prefix: one program."""
+  """Both parts are padded to one length, and so is the prefix: one program.
+
+  The second part stands at the end of its frame or at the beginning of it.
+  """
   model, tokens = random_model(DENSE), draw_tokens(1, 130)
   whole, whole_delta = run(model, tokens, from_zero(tokens))
 
@@ -108,20 +113,21 @@ def test_any_cut_equals_one_pass(x64, cut):
       slots=layer_state.empty_slots(DENSE, batch=1, slots=tokens.shape[1]),
       positions=np.full(tokens.shape, -1, np.int32),
   )
-  nothing = layer_state.empty_recurrent(DENSE, batch=1)
+  nothing = layer_state.empty_recurrent(DENSE, mesh=model.mesh, batch=1)
   positions = from_zero(tokens, cut)
   first, delta = run(model, tokens, positions, (empty,), nothing)
-  second, second_delta = run(
-      model,
-      np.roll(tokens, -cut, axis=1),
-      np.roll(np.where(positions < 0, from_zero(tokens), -1), -cut, axis=1),
-      (Prefix(slots=delta.slots, positions=positions),),
-      delta.recurrent,
-  )
-  assert_close(
-      jnp.concatenate([first[:, :cut], second[:, :rest]], axis=1), whole
-  )
-  assert_close(second_delta.recurrent, whole_delta.recurrent)
+  later = np.where(positions < 0, from_zero(tokens), -1)
+  for start in (cut, 0):
+    second, second_delta = run(
+        model,
+        np.roll(tokens, start - cut, axis=1),
+        np.roll(later, start - cut, axis=1),
+        (Prefix(slots=delta.slots, positions=positions),),
+        delta.recurrent,
+    )
+    second = second[:, start : start + rest]
+    assert_close(jnp.concatenate([first[:, :cut], second], axis=1), whole)
+    assert_close(second_delta.recurrent, whole_delta.recurrent)
 
 
 def test_padding_and_other_rows_change_nothing(x64):

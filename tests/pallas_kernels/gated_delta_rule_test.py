@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from modeling.sharding import make_mesh, spec
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.gated_delta_rule.xla import unit_lower_inverse
 
@@ -108,6 +109,24 @@ def test_the_blockwise_inverse_is_the_inverse_with_its_gradient(x64):
       for f in (unit_lower_inverse, dense)
   )
   chex.assert_trees_all_close(ours, theirs, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_it_runs_inside_shard_map(x64, implementation):
+  inputs = problem(5)
+  inputs["initial_state"] = jnp.zeros_like(inputs["initial_state"])
+
+  def rule(inputs):  # the state starts the same on every shard
+    zeros = jnp.zeros((1, *inputs["v"].shape[2:3], 8, 4))
+    inputs = inputs | {"initial_state": zeros}
+    return gated_delta_rule(**inputs, implementation=implementation)
+
+  rows = spec(("batch",))
+  got = jax.jit(
+      jax.shard_map(rule, mesh=make_mesh(data=2), in_specs=rows, out_specs=rows)
+  )(inputs)
+  wanted = run(**inputs, implementation="reference")
+  chex.assert_trees_all_close(got, wanted, atol=FLOAT64_TOLERANCE, rtol=0)
 
 
 def test_states_are_float32_whatever_the_inputs():

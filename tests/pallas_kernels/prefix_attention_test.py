@@ -1,5 +1,6 @@
 """Every implementation of prefix attention passes the same claims."""
 
+import functools
 import itertools
 from functools import partial
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from modeling.sharding import make_mesh, spec
 from pallas_kernels import prefix_attention as op
 from tests import programs
 
@@ -111,6 +113,115 @@ def test_parts_over_any_split_of_the_keys_merge_to_the_whole(x64):
   chex.assert_trees_all_close(
       of_parts(*qkv), of_whole(*qkv), atol=FLOAT64_TOLERANCE, rtol=0
   )
+
+
+@functools.cache
+def over_shards(**sizes):
+  """Attention as a layer does it: keys stay, queries come to every shard."""
+  tokens = spec(("batch", "time", "heads", None))
+  slots = spec(("batch", "slots", "kv_heads", None))
+  at_tokens, at_slots = spec(("batch", "time")), spec(("batch", "slots"))
+
+  @partial(
+      jax.shard_map,
+      mesh=make_mesh(**sizes),
+      in_specs=(tokens, slots, slots, at_tokens, at_slots),
+      out_specs=tokens,
+  )
+  def attend(q, k, v, q_positions, k_positions):
+    collect = partial(
+        jax.lax.all_gather, axis_name="context", axis=1, tiled=True
+    )
+    part = op.prefix_attention(
+        collect(q),
+        k,
+        v,
+        q_positions=collect(q_positions),
+        k_positions=k_positions,
+        scale=SCALE,
+    )
+    return op.merge_shards(part, axis_name="context")
+
+  return attend
+
+
+def with_gradients(attend):
+  """Output of an attention and its gradient to q, k and v."""
+
+  @jax.jit
+  def run(q, k, v, q_positions, k_positions):
+    forward = lambda *qkv: attend(*qkv, q_positions, k_positions)
+    out, pull_back = jax.vjp(forward, q, k, v)
+    weights = np.random.default_rng(1).normal(size=out.shape)
+    return out, pull_back(jnp.asarray(weights, out.dtype))
+
+  return run
+
+
+def on_one_device(q, k, v, q_positions, k_positions):
+  """The same of all keys at once, by the reference."""
+  return op.prefix_attention(
+      q,
+      k,
+      v,
+      q_positions=q_positions,
+      k_positions=k_positions,
+      scale=SCALE,
+      implementation="reference",
+  ).out
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(context=8), dict(data=2, context=2, tensor=2)],
+    ids=["context=8", "2 x 2 x 2"],
+)
+def test_shards_of_the_keys_merge_to_the_whole(x64, sizes):
+  """In value and gradient, also of queries that see no key on any shard."""
+  inputs = problem(rows=2, share=2, t=16, s=1040)
+  k_positions = np.array(inputs["k_positions"])
+  k_positions[:, 780:] = -1  # two shards of eight have no key at all
+  k_positions[0, k_positions[0] < 100] = -1
+  q_positions = np.array(inputs["q_positions"])
+  q_positions[q_positions % 4 == 0] = 99  # no key of the first row is visible
+  args = *(inputs[name] for name in "qkv"), q_positions, k_positions
+  out, gradients = with_gradients(over_shards(**sizes))(*args)
+  wanted, wanted_gradients = with_gradients(on_one_device)(*args)
+  chex.assert_trees_all_close(
+      (out, gradients),
+      (wanted, wanted_gradients),
+      atol=FLOAT64_TOLERANCE,
+      rtol=0,
+  )
+  k_positions = k_positions.repeat(2, axis=0)[:, None]
+  visible = (k_positions >= 0) & (k_positions <= q_positions[..., None])
+  blind = ~visible.any(-1)
+  assert 8 < blind.sum() < blind.size - 8
+  assert (out[blind] == 0).all() and (gradients[0][blind] == 0).all()
+  assert all(jnp.abs(g).max() > 0 for g in gradients)
+
+
+def test_the_traffic_of_a_merge_does_not_grow_with_the_keys():
+  """No key is gathered, forward or backward; the queries' rows are all."""
+
+  def compiled(slots):
+    shape = jax.ShapeDtypeStruct
+    f32, i32 = jnp.float32, jnp.int32
+    run = with_gradients(over_shards(context=8))
+    return run.lower(
+        shape((1, 16, 6, 24), f32),
+        shape((1, slots, 2, 24), f32),
+        shape((1, slots, 2, 40), f32),
+        shape((1, 16), i32),
+        shape((1, slots), i32),
+    ).compile()
+
+  few, many = map(programs.collectives, map(compiled, (8 * 512, 64 * 512)))
+  assert few and few == many
+  gathers = [x.shapes for x in few if x.kind == "all-gather"]
+  # Queries and their positions; going back, cotangents of both sums.
+  rows_of_queries = {(1, 16, 6, 24), (1, 16), (1, 16, 6, 40), (1, 16, 6)}
+  assert set(itertools.chain(*gathers)) == rows_of_queries
 
 
 def test_a_query_sees_exactly_the_keys_up_to_its_position():

@@ -1,0 +1,76 @@
+"""How the slots of a state lie over the mesh: in stripes, one a frame.
+
+A frame is a run of T tokens, some of which may be padding. It lies over the n
+shards of `context` in order, T / n tokens each, and frame f fills slots
+[f T / n, (f + 1) T / n) of every shard. So each token has one owner, which its
+place in the sequence tells; shards fill at the same rate, whatever the length
+and however the state grew; and a write moves nothing between shards.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from modeling.layer_state import KvState, Prefix, prefix_specs
+from modeling.sharding import spec
+from modeling.staging import put_like, stage
+
+_STORED = prefix_specs("layers")
+
+
+def write_frame(
+    stored: Prefix, own: Prefix, *, frame: jax.Array, mesh: Mesh
+) -> Prefix:
+  """Writes the valid tokens of a frame in place; other slots stay as they are.
+
+  Args:
+    stored: slots [L, B, S, N, K] and their positions [B, S].
+    own: those of the frame, T for S; position -1 is padding.
+    frame: [] int32, number of the frame: there must be room for it.
+    mesh: that the state lies on.
+  """
+
+  @partial(
+      jax.shard_map,
+      mesh=mesh,
+      in_specs=(_STORED, _STORED, spec(())),
+      out_specs=_STORED,
+  )
+  def write(stored, own, frame):
+    share = own.positions.shape[1]
+    valid = own.positions >= 0
+
+    def put(x, new, valid, axis):
+      start = frame * share
+      old = stage(jax.lax.dynamic_slice_in_dim(x, start, share, axis))
+      new = put_like(jnp.where(valid, new, old), x)
+      return jax.lax.dynamic_update_slice_in_dim(x, new, start, axis)
+
+    put_slots = partial(put, valid=valid[None, :, :, None, None], axis=2)
+    return Prefix(
+        slots=jax.tree.map(put_slots, stored.slots, own.slots),
+        positions=put(stored.positions, own.positions, valid, axis=1),
+    )
+
+  return write(stored, own, frame)
+
+
+def read_frame(
+    slots: KvState, *, frame: jax.Array, frame_tokens: int, mesh: Mesh
+) -> KvState:
+  """Returns a frame of the slots [L, B, S, N, K], as [L, B, T, N, K]."""
+  share = frame_tokens // mesh.shape["context"]
+
+  @partial(
+      jax.shard_map,
+      mesh=mesh,
+      in_specs=(_STORED.slots, spec(())),
+      out_specs=_STORED.slots,
+  )
+  def read(slots, frame):
+    take = partial(jax.lax.dynamic_slice_in_dim, slice_size=share, axis=2)
+    return jax.tree.map(lambda x: take(x, frame * share), slots)
+
+  return read(slots, frame)
