@@ -10,6 +10,10 @@ is complete, so that a run killed at any moment goes on from the one before.
    fingerprint and the position in the data.
 3. Before an array is restored, all of this is held against the run that asks,
    and each difference is named.
+4. None of it depends on the mesh: a state goes on wherever the template lies.
+
+Of several processes each writes what its devices hold, and all make the same
+calls. The directory is on a file system that all of them see.
 """
 
 import contextlib

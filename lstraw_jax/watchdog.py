@@ -67,10 +67,10 @@ class Watchdog(contextlib.AbstractContextManager):
 
   def _end(self, what, silent):
     end_process(
-        f"{self._who} has made no progress for {silent:.0f} s; the last was: {what}. It, or"
-        " one that it waits for, is stuck: compare the output of all. Started"
-        " again on the same --workdir, the run goes on from its last"
-        " checkpoint. If the work takes that long, raise"
+        f"{self._who} has made no progress for {silent:.0f} s; the last was:"
+        f" {what}. It, or one that it waits for, is stuck: compare the output"
+        " of all. Started again on the same --workdir, the run goes on from its"
+        " last checkpoint. If the work takes that long, raise"
         " distributed.stall_timeout_s"
     )
 

@@ -74,5 +74,7 @@ def _before(u, count, over):
     hops = [(source, source + hop) for source in range(shards - hop)]
     parts.append(jax.lax.ppermute(part, over, hops))
   missing = count - sum(part.shape[1] for part in parts)
-  zeros = jnp.zeros_like(u, shape=(u.shape[0], missing, *u.shape[2:]))
-  return jnp.concatenate([zeros, *reversed(parts)], axis=1)
+  if missing:  # an empty part is one more input that the backward pass drops
+    shape = (u.shape[0], missing, *u.shape[2:])
+    parts.append(jnp.zeros_like(u, shape=shape))
+  return jnp.concatenate(parts[::-1], axis=1)

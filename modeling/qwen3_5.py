@@ -180,7 +180,7 @@ class Qwen3_5(nnx.Module):
     Activations are rematerialised layer by layer in a backward pass.
 
     Args:
-      tokens_BT: token ids, int32; padding on the right, any id.
+      tokens_BT: token ids, int32; padding on either side, any id.
       positions_BT: int32 position of each token, -1 = padding.
       prefixes: stored keys and values that the segment attends to. A prefix of
         M rows serves B / M rows of the segment each.

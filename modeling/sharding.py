@@ -135,7 +135,10 @@ def sharding(
     mesh: Mesh, axes: Axes, *, memory_kind: str | None = None
 ) -> NamedSharding:
   """Returns where an array with these logical axes lies."""
-  return NamedSharding(mesh, spec(axes), memory_kind=memory_kind)
+  used = list(spec(axes))
+  while used and used[-1] is None:  # jit would compile once for each spelling
+    used.pop()
+  return NamedSharding(mesh, PartitionSpec(*used), memory_kind=memory_kind)
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:

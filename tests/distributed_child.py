@@ -75,6 +75,22 @@ def agree(port: str, process: str):
   print(json.dumps(found))
 
 
+def fail(port: str, process: str, folder: str):
+  """Fails in one process, in the way of a mistake of the user's."""
+  from experiments import command_line
+
+  def main(_):
+    join(port, process)
+    distributed.gather_text("")  # both are there
+    if process == "1":
+      raise ValueError("mine")
+    pathlib.Path(folder, "going-on").touch()
+    time.sleep(1000)
+
+  sys.argv = sys.argv[:1]
+  command_line.run(main)
+
+
 def train(port: str, process: str, folder: str):
   """Trains as the config in the folder says; writes what its devices hold."""
   from experiments import requests, settings, train_grpo
@@ -116,4 +132,4 @@ def digests(state) -> dict[str, list[str]]:
 
 if __name__ == "__main__":
   name, *arguments = sys.argv[1:]
-  {"work": work, "agree": agree, "train": train}[name](*arguments)
+  {"work": work, "agree": agree, "fail": fail, "train": train}[name](*arguments)

@@ -18,6 +18,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.padding import pad_to_multiple
 from pallas_kernels.varying import vary_like
 
 _CHUNK = 64
@@ -108,7 +109,6 @@ unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 def _to_chunks(x_BTU, size):
   """[B, T, U, ...] -> [T/C, B, U, C, ...], padded with zeros."""
-  pad = -x_BTU.shape[1] % size
-  padded = jnp.pad(x_BTU, [(0, 0), (0, pad)] + [(0, 0)] * (x_BTU.ndim - 2))
+  padded = pad_to_multiple(x_BTU, size, axis=1)
   chunks = padded.reshape(x_BTU.shape[0], -1, size, *x_BTU.shape[2:])
   return jnp.moveaxis(chunks, (1, 2), (0, 3))

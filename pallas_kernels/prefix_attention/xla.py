@@ -6,9 +6,12 @@ differentiably; and a block of keys that no query sees is skipped, so that the
 empty slots of a bucketed state cost nothing.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.padding import pad_to_multiple
 from pallas_kernels.prefix_attention.reference import visible
 from pallas_kernels.shapes import wide_dtype
 from pallas_kernels.varying import vary_like
@@ -128,10 +131,9 @@ class _Blocks:
     count = -(-self.slots // self.size)
     self.indices = jnp.arange(count, dtype=jnp.int32)
     # A stored state is a multiple of the block: nothing is copied here.
-    pad = [(0, 0), (0, count * self.size - self.slots)]
-    self.k = jnp.pad(k_BSNK, [*pad, (0, 0), (0, 0)])
-    self.v = jnp.pad(v_BSNV, [*pad, (0, 0), (0, 0)])
-    self.k_positions = jnp.pad(k_positions_BS, pad, constant_values=-1)
+    pad = partial(pad_to_multiple, size=self.size, axis=1)
+    self.k, self.v = pad(k_BSNK), pad(v_BSNV)
+    self.k_positions = pad(k_positions_BS, value=-1)
     self.q_positions = q_positions_BT
 
   def load(self, index):

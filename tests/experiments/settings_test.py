@@ -80,6 +80,17 @@ def test_a_mesh_is_made_of_numbers_or_of_all_devices():
   assert settings.read_settings(config()).mesh.size == 1
 
 
+def test_the_memory_of_prompt_states_is_taken_over():
+  read = settings.read_settings(config(state__memory_kind="pinned_host"))
+  assert read.update.memory_kind == "pinned_host"
+
+
+def test_a_process_without_a_device_is_refused(monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 3)
+  with pytest.raises(ValueError, match=r"leaves processes \[1, 2\] of 3 with"):
+    settings.read_settings(config(mesh__context=2))
+
+
 def test_stop_tokens_may_be_a_list():
   read = settings.read_settings(config(sampling__stop_tokens=[3, 5]))
   assert read.sampling.stop_tokens == (3, 5)

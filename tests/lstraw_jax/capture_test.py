@@ -140,16 +140,7 @@ def test_over_a_mesh_shards_fill_alike_however_the_prompts_grow(x64):
   policy, chunk, seen = tiny.policy(CONFIG, mesh=mesh), 8, np.array([1, 30])
   before = capture_chunk._cache_size()
   state = capture(policy, pieces([0, 0], seen), chunk_tokens=chunk, capacity=88)
-  for turns in (
-      [1, 1],
-      [2, 5],
-      [1, 3],
-      [3, 1],
-      [1, 1],
-      [9, 4],
-      [1, 7],
-      [20, 1],
-  ):
+  for turns in zip((1, 2, 1, 3, 1, 9, 20), (1, 5, 3, 1, 7, 4, 1), strict=True):
     state = extend(policy, state, pieces(seen, seen + turns))
     seen += turns
     stored = np.asarray(state.positions).reshape(2, 4, -1) >= 0

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lstraw_jax import report
+from lstraw_jax.metrics import PhaseClock
 from lstraw_jax.report import Report
 from tests.update_rows import MIB, row
 
@@ -169,3 +170,29 @@ def test_a_number_fits_and_keeps_its_size(value, width):
 )
 def test_cells_are_short(text, shown_as):
   assert text == shown_as
+
+
+def test_a_watchdog_is_told_all_that_the_line_shows():
+  told, file = [], io.StringIO()
+  with Report(
+      step=2, steps=60, console=Console(file=file), beat=told.append
+  ) as table:
+    clock = PhaseClock(begin=table.begin)
+    with clock.phase("capture"):
+      table("capture", 5, 12)
+    with clock.phase("respond"):
+      pass
+  assert told == [
+      "update 3/60: capture",
+      "update 3/60: capture chunk 5/12",
+      "update 3/60: respond",
+  ]
+  assert clock.seconds.keys() == {"capture", "respond"}
+  assert not file.getvalue()
+
+
+def test_all_processes_but_one_print_nothing(capsys):
+  for shown in (False, True):
+    with Report(step=0, steps=1, shown=shown) as table:
+      table.add(row(1))
+    assert bool(capsys.readouterr().out) == shown
