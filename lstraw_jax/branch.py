@@ -19,6 +19,7 @@ from lstraw_jax.prompt_state import (
 )
 from lstraw_jax.rollouts import BranchBatch
 from modeling.qwen3_5 import Qwen3_5, SegmentDelta
+from pallas_kernels.padding import pad_to_multiple
 
 
 class Block(NamedTuple):
@@ -55,7 +56,7 @@ def block_size(response_tokens: int, *, block_tokens: int, mesh: Mesh) -> int:
 
 def cut(x_BR: jax.Array, *, size: int) -> jax.Array:
   """[B, R] -> [n, B, size], padded with zeros."""
-  padded = jnp.pad(x_BR, ((0, 0), (0, -x_BR.shape[1] % size)))
+  padded = pad_to_multiple(x_BR, size, axis=1)
   return jnp.moveaxis(padded.reshape(x_BR.shape[0], -1, size), 1, 0)
 
 

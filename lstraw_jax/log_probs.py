@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from modeling.qwen3_5 import Qwen3_5
 from modeling.sharding import constrain
+from pallas_kernels.padding import pad_to_multiple
 from pallas_kernels.shapes import typed, wide_dtype
 
 
@@ -55,7 +56,7 @@ def token_log_probs(
 
   def by_chunk(x_BT):
     # Padding repeats token 0 and keeps nothing.
-    padded = jnp.pad(x_BT, ((0, 0), (0, -count % chunk)))
+    padded = pad_to_multiple(x_BT, chunk, axis=1)
     return jnp.moveaxis(padded.reshape(batch, -1, chunk), 1, 0)
 
   @partial(jax.checkpoint, prevent_cse=False)

@@ -7,6 +7,7 @@ import optax
 from flax import nnx
 
 from modeling.parameter import STACK_AXIS
+from modeling.sharding import names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,8 +64,7 @@ def _is_matrix(weights: nnx.State):
   """Tells for each weight whether it is a matrix in each layer."""
 
   def has_two_axes(variable: nnx.Variable) -> bool:
-    axes = variable.get_metadata()["out_sharding"]
-    return sum(axis != STACK_AXIS for axis in axes) > 1
+    return sum(axis != STACK_AXIS for axis in names(variable)) > 1
 
   return jax.tree.map(
       has_two_axes, weights, is_leaf=lambda x: isinstance(x, nnx.Variable)

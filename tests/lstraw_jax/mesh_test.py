@@ -24,7 +24,7 @@ TOLERANCE = 1e-10  # float64, relative to the largest entry of a leaf
 KINDS = {
     # Gated DeltaNet by heads on every mesh below,
     "dense": tiny.config(linear_num_key_heads=8, linear_num_value_heads=16),
-    # and by state passing on every one but that of (2, 1, 2).
+    # and by state passing: no mesh divides two key heads.
     "moe": tiny.config("tiny-moe"),
 }
 PROMPT_TOKENS = (1, 38, 3, 33)
