@@ -33,6 +33,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Tests make the checkpoints they read; none may reach for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import gc
 from collections.abc import Iterator
 
 import hypothesis
@@ -57,3 +58,16 @@ def x64() -> Iterator[None]:
   """Makes 64-bit types the default while the test runs."""
   with jax.enable_x64(True):
     yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_end_with_their_file() -> Iterator[None]:
+  """Frees the programs that a test file compiled.
+
+  Each holds some tens of memory maps. Over the suite they exceed the number
+  that Linux allows a process (vm.max_map_count, 65,530), and XLA then crashes
+  in whatever test runs.
+  """
+  yield
+  jax.clear_caches()
+  gc.collect()
