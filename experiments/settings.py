@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from experiments.placement import read_mesh
+from lstraw_jax.capture import TapeConfig
 from lstraw_jax.distributed import say
 from lstraw_jax.objectives import ObjectiveConfig
 from lstraw_jax.optimizer import OptimizerConfig
@@ -62,8 +63,10 @@ def read_settings(config: Any) -> Settings:
       mesh=mesh,
       sampling=sampling,
       update=UpdateConfig(
+          prompt_gradient=config.train.prompt_gradient,
+          tape=TapeConfig(**config.capture),
+          cotangent_dtype=config.train.cotangent_dtype,
           replay=ReplayConfig(
-              prompt_gradient=config.train.prompt_gradient,
               objective=ObjectiveConfig(**config.objective),
               temperature=sampling.temperature,
               block_tokens=config.train.replay_block_tokens,

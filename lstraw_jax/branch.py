@@ -4,7 +4,7 @@ A response longer than one block is walked: each block attends to the prompt, to
 the blocks before it and to itself, and takes over their recurrent state.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from lstraw_jax.prompt_state import (
     BranchState,
     PromptState,
     fork,
-    next_positions,
 )
 from lstraw_jax.rollouts import BranchBatch
+from modeling.layer_state import DeltaState, Prefix
 from modeling.qwen3_5 import Qwen3_5, SegmentDelta
 from pallas_kernels.padding import pad_to_multiple
 
@@ -29,6 +29,21 @@ class Block(NamedTuple):
   targets: jax.Array  # [B, C] int32
   valid: jax.Array  # [B, C] bool
   loss_mask: jax.Array  # [B, C] bool
+
+
+class RunBlock(Protocol):
+  """`run_block` with its settings bound."""
+
+  def __call__(
+      self,
+      model: Qwen3_5,
+      block: Block,
+      *,
+      positions_BT: jax.Array,
+      prefixes: tuple[Prefix, ...],
+      recurrent: DeltaState,
+  ) -> tuple[TokenScores, SegmentDelta]:
+    ...
 
 
 def to_blocks(branch: BranchBatch, *, size: int) -> Block:
@@ -68,20 +83,30 @@ def uncut(x_nBC: jax.Array, *, response_tokens: int) -> jax.Array:
 
 def run_block(
     model: Qwen3_5,
-    prompt: PromptState,
-    branch: BranchState,
     block: Block,
     *,
+    positions_BT: jax.Array,
+    prefixes: tuple[Prefix, ...],
+    recurrent: DeltaState,
     temperature: float,
     head_chunk_tokens: int,
-) -> tuple[TokenScores, SegmentDelta, jax.Array]:
-  """Returns the scores [B,C], what the block adds, and its positions [B,C]."""
-  positions = next_positions(prompt, branch, valid_BT=block.valid)
+) -> tuple[TokenScores, SegmentDelta]:
+  """Returns the scores [B,C] and what the block adds.
+
+  Args:
+    model: the weights.
+    block: the tokens.
+    positions_BT: theirs; -1 is padding.
+    prefixes: what they attend to: the prompt, and the blocks before.
+    recurrent: the state before them.
+    temperature: that of the sampler, > 0.
+    head_chunk_tokens: tokens projected to the vocabulary at once.
+  """
   hidden, delta = model(
       block.inputs,
-      positions_BT=positions,
-      prefixes=(prompt.prefix, branch.prefix),
-      recurrent=branch.recurrent,
+      positions_BT=positions_BT,
+      prefixes=prefixes,
+      recurrent=recurrent,
   )
   scores = token_log_probs(
       model,
@@ -91,7 +116,7 @@ def run_block(
       temperature=temperature,
       chunk_tokens=head_chunk_tokens,
   )
-  return scores, delta, positions
+  return scores, delta
 
 
 def start_branch(prompt: PromptState, blocks: Block) -> BranchState:

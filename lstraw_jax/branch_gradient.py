@@ -11,37 +11,40 @@
 One block has a graph at any time.
 """
 
+import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lstraw_jax.branch import Block, start_branch
+from lstraw_jax.branch import Block, RunBlock, start_branch
+from lstraw_jax.gradient_sums import add
 from lstraw_jax.log_probs import TokenScores
 from lstraw_jax.policy import Policy
-from lstraw_jax.prompt_state import BranchState, PromptState, append_to_branch
+from lstraw_jax.prompt_state import (
+    BranchState,
+    PromptState,
+    append_to_branch,
+    next_positions,
+)
+from lstraw_jax.segment_gradient import pull_back_segment
+from lstraw_jax.state_cotangent import StateCotangent
 from lstraw_jax.stripes import read_frame
-from modeling.layer_state import DeltaState, KvState
-from modeling.qwen3_5 import Qwen3_5, SegmentDelta
 from pallas_kernels.shapes import wide
 
-# (model, prompt, branch, block) -> scores, what the block adds, its positions
-RunBlock = Callable[
-    [Qwen3_5, PromptState, BranchState, Block],
-    tuple[TokenScores, SegmentDelta, jax.Array],
-]
 # (scores, block, labels) -> loss [], anything to keep of the block
 BlockLoss = Callable[[TokenScores, Block, Any], tuple[jax.Array, Any]]
 
 
-class _Cotangents(NamedTuple):
-  """What the walk hands from a block to the one before it."""
+class BranchGradient(NamedTuple):
+  """Sums, with those of one more branch of each prompt."""
 
-  slots: KvState  # of all keys and values of the branch, float32 or wider
-  recurrent: DeltaState  # of the state that enters the block just done
+  gradients: nnx.State
+  cotangent: StateCotangent | None
+  loss: jax.Array  # [] of this branch
+  kept: Any  # of its blocks, stacked
 
 
 def add_branch_gradient(
@@ -50,69 +53,80 @@ def add_branch_gradient(
     blocks: Block,
     labels: Any,
     gradients: nnx.State,
+    cotangent: StateCotangent | None,
     *,
     run_block: RunBlock,
     block_loss: BlockLoss,
-) -> tuple[nnx.State, jax.Array, Any]:
+) -> BranchGradient:
   """Adds the gradient of the branches' loss, the sum over their blocks.
 
   Args:
     policy: the weights.
-    prompt: the state that the branches follow; a constant.
+    prompt: the state that the branches follow.
     blocks: a branch of each prompt, leaves [n, B, C].
     labels: what the loss needs beside the scores, leaves [n, ...].
     gradients: sums so far, like policy.trainable in float32 or wider.
+    cotangent: sums so far for the prompt; None has it be a constant.
     run_block: the forward of a block.
     block_loss: the loss of a block.
-
-  Returns:
-    The gradients, the loss, and what `block_loss` keeps, stacked by block.
   """
   branch, boundaries = _walk(policy, prompt, blocks, run_block)
   size = blocks.inputs.shape[-1]
 
-  def loss_and_delta(trainable, slots, recurrent, block, labels, start):
-    model = policy.replace(trainable=trainable).model
-    boundary = _rewind(branch, slots, recurrent, prompt, start)
-    scores, delta, _ = run_block(model, prompt, boundary, block)
-    loss, kept = block_loss(scores, block, labels)
-    return (loss, delta), (loss, kept)
-
   def step(carry, inputs):
-    gradients, later = carry
+    gradients, on_prompt, later = carry
     block, labels, recurrent, start = inputs
-    (loss, delta), pull_back, kept = jax.vjp(
-        partial(loss_and_delta, block=block, labels=labels, start=start),
-        policy.trainable,
-        branch.slots,
-        recurrent,
-        has_aux=True,
-    )
-    d_own = read_frame(
-        later.slots, frame=start // size, frame_tokens=size, mesh=prompt.mesh
-    )
-    d_delta = SegmentDelta(
-        slots=jax.tree.map(lambda d, x: d.astype(x.dtype), d_own, delta.slots),
-        recurrent=later.recurrent,
-    )
-    d_trainable, d_slots, d_recurrent = pull_back(
-        (jnp.ones_like(loss), d_delta)
-    )
-    earlier = _Cotangents(_add(later.slots, d_slots), d_recurrent)
-    return (_add(gradients, d_trainable), earlier), kept
+    before = _rewind(branch, prompt, start)
+    positions = next_positions(prompt, before, valid_BT=block.valid)
 
-  nothing = _Cotangents(
+    def segment(model, prefixes, recurrent):
+      scores, delta = run_block(
+          model,
+          block,
+          positions_BT=positions,
+          prefixes=prefixes,
+          recurrent=recurrent,
+      )
+      loss, kept = block_loss(scores, block, labels)
+      return loss, delta, kept
+
+    pulled = pull_back_segment(
+        policy,
+        segment,
+        gradients,
+        prefixes=(prompt.prefix, before.prefix),
+        sums=(on_prompt, later.slots),
+        recurrent=recurrent,
+        d_slots=read_frame(
+            later.slots,
+            frame=start // size,
+            frame_tokens=size,
+            mesh=prompt.mesh,
+        ),
+        d_recurrent=later.recurrent,
+    )
+    on_prompt, slots = pulled.sums
+    earlier = StateCotangent(slots=slots, recurrent=pulled.d_recurrent)
+    return (pulled.gradients, on_prompt, earlier), (pulled.loss, pulled.kept)
+
+  nothing = StateCotangent(
       slots=jax.tree.map(lambda x: jnp.zeros_like(wide(x)), branch.slots),
       recurrent=jax.tree.map(jnp.zeros_like, branch.recurrent),
   )
   starts = size * jnp.arange(blocks.inputs.shape[0], dtype=jnp.int32)
-  (gradients, _), (losses, kept) = jax.lax.scan(
+  (gradients, on_prompt, first), (losses, kept) = jax.lax.scan(
       step,
-      (gradients, nothing),
+      (gradients, cotangent and cotangent.slots, nothing),
       (blocks, labels, boundaries, starts),
       reverse=True,
   )
-  return gradients, losses.sum(), kept
+  if cotangent is not None:
+    assert on_prompt is not None, "sums come back as they were given"
+    cotangent = StateCotangent(
+        slots=on_prompt,
+        recurrent=add(cotangent.recurrent, first.recurrent),
+    )
+  return BranchGradient(gradients, cotangent, losses.sum(), kept)
 
 
 def _walk(policy, prompt, blocks, run_block):
@@ -123,7 +137,14 @@ def _walk(policy, prompt, blocks, run_block):
     return branch, jax.tree.map(lambda x: x[None], branch.recurrent)
 
   def step(branch, block):
-    _, delta, positions = run_block(model, prompt, branch, block)
+    positions = next_positions(prompt, branch, valid_BT=block.valid)
+    _, delta = run_block(
+        model,
+        block,
+        positions_BT=positions,
+        prefixes=(prompt.prefix, branch.prefix),
+        recurrent=branch.recurrent,
+    )
     grown = append_to_branch(branch, delta, positions_BT=positions)
     return grown, branch.recurrent
 
@@ -138,17 +159,9 @@ def _walk(policy, prompt, blocks, run_block):
   return branch, boundaries
 
 
-def _rewind(branch, slots, recurrent, prompt, start) -> BranchState:
+def _rewind(branch, prompt, start) -> BranchState:
   """Returns the branch as it was before slot `start`; later ones are hidden."""
   seen = branch.positions < prompt.length[:, None] + start
-  return BranchState(
-      slots=slots,
-      recurrent=recurrent,
-      positions=jnp.where(seen, branch.positions, -1),
-      used=start,
-      mesh=branch.mesh,
+  return dataclasses.replace(
+      branch, positions=jnp.where(seen, branch.positions, -1), used=start
   )
-
-
-def _add(totals, terms):
-  return jax.tree.map(lambda x, y: x + y.astype(x.dtype), totals, terms)

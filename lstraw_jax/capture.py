@@ -5,7 +5,8 @@
    batch go in step, one a row.
 2. Each chunk runs behind the state of those before it, by one compiled program
    that writes its keys, values and recurrent state in place (donation).
-3. Hidden states are dropped. What is left is the prompt state.
+3. Hidden states are dropped. What is left is the prompt state; for the exact
+   gradient also a tape: the tokens, and the recurrent state at some boundaries.
 """
 
 import dataclasses
@@ -22,12 +23,48 @@ from lstraw_jax.prompt_state import (
     PromptState,
     append,
     check,
+    check_memory_kind,
     empty_prompt_state,
 )
 from lstraw_jax.rollouts import bucket
+from modeling.layer_state import DeltaState
 from modeling.sharding import constrain, to_mesh
 
 Progress = Callable[[str, int, int], None]  # (stage, done, in all)
+BeforeFrame = Callable[[int, PromptState], None]  # (number of the frame, state)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TapeConfig:
+  """What is kept for the reverse sweep over a prompt.
+
+  Of the recurrent states that enter the chunks, every n-th one; those between
+  are computed again. They may lie in host memory.
+  """
+
+  boundary_every: int = 1
+  memory_kind: MemoryKind = "device"
+
+  def __post_init__(self):
+    if self.boundary_every < 1:
+      raise ValueError(
+          f"boundary_every={self.boundary_every}: want at least 1; 1 keeps the"
+          " state at every chunk, 8 an eighth of them"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PromptTape:
+  """What a capture leaves for `add_prompt_gradient`, beside the state."""
+
+  tokens: np.ndarray  # [B, n C] int32: evaluated tokens, padded to frames
+  boundaries: tuple[DeltaState, ...]  # that enter frame 0, every, 2 every, ...
+  boundary_every: int
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of the boundary states, over all devices."""
+    return sum(x.nbytes for x in jax.tree.leaves(self.boundaries))
 
 
 def capture(
@@ -39,6 +76,7 @@ def capture(
     policy_step: int = 0,
     memory_kind: MemoryKind = "device",
     progress: Progress | None = None,
+    before_frame: BeforeFrame | None = None,
 ) -> PromptState:
   """Evaluates prompts and returns the state that their branches follow.
 
@@ -54,6 +92,8 @@ def capture(
     policy_step: optimizer steps the weights have seen; kept in the state.
     memory_kind: where keys and values are kept, see `empty_prompt_state`.
     progress: called after each chunk.
+    before_frame: sees the state before each chunk; it may not keep it, since
+      its memory is reused.
 
   Raises:
     ValueError: for an empty prompt, an id out of range, too little room, or
@@ -78,6 +118,49 @@ def capture(
       [row[:-1] for row in rows],
       next_tokens=[row[-1] for row in rows],
       progress=progress,
+      before_frame=before_frame,
+  )
+
+
+def capture_with_tape(
+    policy: Policy,
+    prompts: Sequence[np.ndarray],
+    *,
+    tape: TapeConfig,
+    chunk_tokens: int,
+    capacity: int | None = None,
+    policy_step: int = 0,
+    memory_kind: MemoryKind = "device",
+    progress: Progress | None = None,
+) -> tuple[PromptState, PromptTape]:
+  """Captures, and keeps what the exact gradient needs; else as `capture`."""
+  check_memory_kind(tape.memory_kind, policy.mesh)
+  boundaries = []
+
+  def before_frame(frame: int, state: PromptState):
+    if frame % tape.boundary_every == 0:
+      # A copy: the next chunk reuses the memory of the state.
+      kept = jax.tree.map(jnp.copy, state.recurrent)
+      boundaries.append(in_memory(kept, tape.memory_kind))
+
+  state = capture(
+      policy,
+      prompts,
+      chunk_tokens=chunk_tokens,
+      capacity=capacity,
+      policy_step=policy_step,
+      memory_kind=memory_kind,
+      progress=progress,
+      before_frame=before_frame,
+  )
+  frames = -(-max(len(prompt) - 1 for prompt in prompts) // chunk_tokens)
+  tokens = np.zeros((len(prompts), frames * chunk_tokens), np.int32)
+  for row, prompt in zip(tokens, prompts, strict=True):
+    row[: len(prompt) - 1] = prompt[:-1]
+  return state, PromptTape(
+      tokens=tokens,
+      boundaries=tuple(boundaries),
+      boundary_every=tape.boundary_every,
   )
 
 
@@ -128,12 +211,7 @@ def capture_chunk(
 ) -> PromptState:
   """Appends the tokens [B,C] of one frame that stand at length ... ends - 1."""
   policy = jax.lax.stop_gradient(policy)
-  offset = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-  positions = (frame * tokens.shape[1] + offset)[None]
-  new = (positions >= state.length[:, None]) & (positions < ends[:, None])
-  positions = constrain(
-      jnp.where(new, positions, -1), state.mesh, ("batch", "time")
-  )
+  positions = frame_positions(state, frame, starts=state.length, ends=ends)
   with jax.named_scope("capture"):
     _, delta = policy.model(
         tokens,
@@ -144,7 +222,25 @@ def capture_chunk(
     return append(state, delta, positions_BT=positions)
 
 
-def _evaluate(policy, state, rows, *, next_tokens, progress):
+def frame_positions(
+    state: PromptState, frame: jax.Array, *, starts: jax.Array, ends: jax.Array
+) -> jax.Array:
+  """Returns the positions [B,C] of a frame, -1 outside starts ... ends - 1."""
+  offset = jnp.arange(state.chunk_tokens, dtype=jnp.int32)
+  positions = (frame * state.chunk_tokens + offset)[None]
+  new = (positions >= starts[:, None]) & (positions < ends[:, None])
+  return constrain(jnp.where(new, positions, -1), state.mesh, ("batch", "time"))
+
+
+def in_memory(recurrent: DeltaState, memory_kind: MemoryKind) -> DeltaState:
+  """Returns a recurrent state in the given memory."""
+  return jax.tree.map(
+      lambda x: jax.device_put(x, x.sharding.with_memory_kind(memory_kind)),
+      recurrent,
+  )
+
+
+def _evaluate(policy, state, rows, *, next_tokens, progress, before_frame=None):
   """Runs the frames that hold new tokens of any row."""
   size, mesh = state.chunk_tokens, state.mesh
   lengths = np.asarray(state.length)
@@ -161,6 +257,8 @@ def _evaluate(policy, state, rows, *, next_tokens, progress):
     start = length - first * size
     chunk[start : start + row.size] = row
   for frame in range(first, last):
+    if before_frame is not None:
+      before_frame(frame, state)
     start = (frame - first) * size
     tokens = chunks[:, start : start + size]
     state = capture_chunk(

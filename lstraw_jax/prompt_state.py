@@ -235,6 +235,17 @@ def append_to_branch(
   )
 
 
+def empty_slots_like(state: PromptState, *, dtype: jnp.dtype) -> KvState:
+  """Returns zeros that lie where a state's keys and values do."""
+  space = jax.typeof(state.slots.k).memory_space
+  on_host = space == jax.memory.Space.Host
+  shapes = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, dtype), state.slots
+  )
+  kind = "pinned_host" if on_host else "device"
+  return _empty_prefix(shapes, state.mesh, kind).slots
+
+
 def next_positions(
     prompt: PromptState, branch: BranchState, *, valid_BT: jax.Array
 ) -> jax.Array:

@@ -8,7 +8,7 @@ on the prompt beyond its state.
 
 import dataclasses
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from flax import nnx
 from lstraw_jax.branch import block_size, cut, run_block, to_blocks, uncut
 from lstraw_jax.branch_gradient import add_branch_gradient
 from lstraw_jax.capture import Progress
+from lstraw_jax.gradient_sums import lay_out
 from lstraw_jax.metrics import TokenStats, token_stats
 from lstraw_jax.objectives import (
     ObjectiveConfig,
@@ -26,21 +27,15 @@ from lstraw_jax.objectives import (
 from lstraw_jax.policy import Policy
 from lstraw_jax.prompt_state import PromptState
 from lstraw_jax.rollouts import BranchBatch
-from modeling.sharding import replicate, shardings
+from lstraw_jax.state_cotangent import StateCotangent
+from modeling.sharding import replicate
 from pallas_kernels.shapes import wide_dtype
-
-PromptGradient = Literal["dropped"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
-  """Settings of replay.
+  """Settings of replay."""
 
-  `prompt_gradient` says what becomes of the gradient through the prompt state:
-  "dropped" leaves it out, as the paper does. It has no default.
-  """
-
-  prompt_gradient: PromptGradient
   objective: ObjectiveConfig = dataclasses.field(
       default_factory=ObjectiveConfig
   )
@@ -49,11 +44,6 @@ class ReplayConfig:
   head_chunk_tokens: int = 256
 
   def __post_init__(self):
-    if self.prompt_gradient != "dropped":
-      raise ValueError(
-          f"prompt_gradient={self.prompt_gradient!r}: want 'dropped', the only"
-          " kind that is built"
-      )
     if not self.temperature > 0:
       raise ValueError(
           f"temperature={self.temperature}: want a number above 0; the"
@@ -68,30 +58,23 @@ class Replayed(NamedTuple):
   """Sums over all branches, to be divided by the denominator."""
 
   gradients: nnx.State  # like policy.trainable, float32 or wider
+  cotangent: StateCotangent | None  # of the prompt, unless it is dropped
   loss: jax.Array  # [] float32 or wider
   stats: TokenStats
   log_probs: jax.Array  # [B, G, R] of the targets that carry loss
 
 
-@jax.jit
-def zero_gradients(policy: Policy) -> nnx.State:
-  """Returns the accumulator that replay adds to, laid out as the weights."""
-  zeros = jax.tree.map(
-      lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), policy.trainable
-  )
-  return _laid_out(zeros, policy)
-
-
 @partial(
     jax.jit,
     static_argnames=("config", "progress"),
-    donate_argnames="gradients",
+    donate_argnames=("gradients", "cotangent"),
 )
 def replay(
     policy: Policy,
     prompt: PromptState,
     branches: BranchBatch,
     gradients: nnx.State,
+    cotangent: StateCotangent | None,
     *,
     config: ReplayConfig,
     progress: Progress | None = None,
@@ -108,6 +91,9 @@ def replay(
     prompt: the captured prompts that the branches follow; never written.
     branches: the responses of one group for each of them.
     gradients: sums so far, consumed; see `zero_gradients`.
+    cotangent: of the loss by the prompt state, sums so far, consumed; see
+      `zero_cotangent`. None drops the gradient through the prompt, as the paper
+      does; else `add_prompt_gradient` makes it exact.
     config: settings.
     progress: called from the running program after each branch; a part of
       the compiled program, so pass the same callable each time.
@@ -115,25 +101,25 @@ def replay(
   prompt = jax.lax.stop_gradient(prompt)
   group_size = branches.inputs.shape[1]
 
-  def step(gradients, inputs):
+  def step(sums, inputs):
     index, branch = inputs
-    gradients, loss, stats, log_probs = _add_branch(
-        policy, prompt, branch, gradients, config
+    sums, loss, stats, log_probs = _add_branch(
+        policy, prompt, branch, sums, config
     )
     if progress is not None:
       # Reading the loss makes the call wait for the branch.
       jax.debug.callback(partial(_report, progress, group_size), index, loss)
-    return _laid_out(gradients, policy), (loss, stats, log_probs)
+    return sums, (loss, stats, log_probs)
 
   by_branch = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), branches)
   with jax.named_scope("replay"):
-    gradients, (losses, stats, log_probs) = jax.lax.scan(
-        step, gradients, (jnp.arange(group_size), by_branch)
+    (gradients, cotangent), (losses, stats, log_probs) = jax.lax.scan(
+        step, (gradients, cotangent), (jnp.arange(group_size), by_branch)
     )
   told = (losses.sum(), stats.combine(), jnp.moveaxis(log_probs, 0, 1))
   # Again: in the loop alone it would not settle the layout of the output.
-  gradients = _laid_out(gradients, policy)
-  return Replayed(gradients, *replicate(told, policy.mesh))
+  gradients = lay_out(gradients, policy)
+  return Replayed(gradients, cotangent, *replicate(told, policy.mesh))
 
 
 class _Labels(NamedTuple):
@@ -144,8 +130,8 @@ class _Labels(NamedTuple):
   ref_log_probs: jax.Array | None
 
 
-def _add_branch(policy, prompt, branch: BranchBatch, gradients, config):
-  """Returns the gradients, and loss, statistics and log-probs [B, R]."""
+def _add_branch(policy, prompt, branch: BranchBatch, sums, config):
+  """Returns the sums, and loss, statistics and log-probs [B, R]."""
   steps = branch.inputs.shape[1]
   size = block_size(steps, block_tokens=config.block_tokens, mesh=policy.mesh)
   weights = token_weights(
@@ -169,7 +155,7 @@ def _add_branch(policy, prompt, branch: BranchBatch, gradients, config):
     stats = token_stats(losses, scores, block.loss_mask)
     return (labels.weights * losses.loss).sum(), (stats, scores.log_probs)
 
-  gradients, loss, (stats, log_probs) = add_branch_gradient(
+  found = add_branch_gradient(
       policy,
       prompt,
       to_blocks(branch, size=size),
@@ -177,7 +163,7 @@ def _add_branch(policy, prompt, branch: BranchBatch, gradients, config):
           partial(cut, size=size),
           _Labels(weights, branch.old_log_probs, branch.ref_log_probs),
       ),
-      gradients,
+      *sums,
       run_block=partial(
           run_block,
           temperature=config.temperature,
@@ -185,14 +171,9 @@ def _add_branch(policy, prompt, branch: BranchBatch, gradients, config):
       ),
       block_loss=block_loss,
   )
-  return gradients, loss, stats, uncut(log_probs, response_tokens=steps)
-
-
-def _laid_out(gradients, policy):
-  """As the weights are: an accumulator is never whole on one device."""
-  return jax.lax.with_sharding_constraint(
-      gradients, shardings(gradients, policy.mesh)
-  )
+  stats, log_probs = found.kept
+  log_probs = uncut(log_probs, response_tokens=steps)
+  return (found.gradients, found.cotangent), found.loss, stats, log_probs
 
 
 def _report(progress, group_size, index, loss):

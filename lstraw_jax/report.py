@@ -20,10 +20,15 @@ _HEADER_EVERY = 20  # rows
 _LEGEND = (
     "ratio, r.max: mean and maximum over tokens, policy / old policy",
     "kl to the reference, entr(opy), gap |replay - sampler|: nats per token",
-    "ca(pture) re(spond) sc(ore) rp replay op(timizer): seconds",
+    "ca(pture) re(spond) sc(ore) rp replay pg prompt gradient op(timizer):"
+    " seconds",
 )
 _UNITS = ("", "k", "M", "G", "T", "P")
-_STAGES = {"capture": "capture chunk", "replay": "replay branch"}
+_STAGES = {
+    "capture": "capture chunk",
+    "replay": "replay branch",
+    "prompt gradient": "prompt chunk",
+}
 
 
 class Report(contextlib.AbstractContextManager):
@@ -207,6 +212,7 @@ _COLUMNS = (
     _phase_column("re", "respond", 1),
     _phase_column("sc", "score", 9),
     _phase_column("rp", "replay", 1),
+    _phase_column("pg", "prompt", 9),
     _phase_column("op", "optimizer", 9),
     _Column("peak", 4, lambda row: _scaled(row["peak_bytes"], 1024), 2),
 )

@@ -14,7 +14,11 @@ from lstraw_jax.branch import (
 )
 from lstraw_jax.log_probs import TokenScores
 from lstraw_jax.policy import Policy
-from lstraw_jax.prompt_state import PromptState, append_to_branch
+from lstraw_jax.prompt_state import (
+    PromptState,
+    append_to_branch,
+    next_positions,
+)
 from lstraw_jax.rollouts import BranchBatch
 from modeling.sharding import replicate
 
@@ -53,11 +57,13 @@ def score(
     blocks = to_blocks(branch, size=size)
 
     def step(state, block):
-      scores, delta, positions = run_block(
+      positions = next_positions(prompt, state, valid_BT=block.valid)
+      scores, delta = run_block(
           model,
-          prompt,
-          state,
           block,
+          positions_BT=positions,
+          prefixes=(prompt.prefix, state.prefix),
+          recurrent=state.recurrent,
           temperature=temperature,
           head_chunk_tokens=head_chunk_tokens,
       )

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 from modeling.layer_state import KvState, Prefix, prefix_specs
 from modeling.sharding import spec
-from modeling.staging import put_like, stage
+from pallas_kernels.staging import put_like, stage
 
-_STORED = prefix_specs("layers")
+_STORED = prefix_specs()
 
 
 def write_frame(

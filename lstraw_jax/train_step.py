@@ -5,6 +5,7 @@
       responses = respond(policy, state)             sampled, or from a file
       ref       = score(reference, ...)              if there is a KL penalty
       gradients += replay(policy, state, responses)  one branch at a time
+      gradients += prompt gradient                   if it is to be exact
     policy = optimizer(gradients / denominator)      exactly one step
 
 Nothing of a prompt outlives its turn: memory is the weights, one prompt state
@@ -17,7 +18,7 @@ its own replica. Sums and denominators are over all of them.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +27,19 @@ import optax
 from flax import nnx
 
 from lstraw_jax.advantages import group_relative_advantages
-from lstraw_jax.capture import Progress, capture
+from lstraw_jax.capture import (
+    Progress,
+    TapeConfig,
+    capture,
+    capture_with_tape,
+)
+from lstraw_jax.gradient_sums import zero_gradients
 from lstraw_jax.metrics import PhaseClock, TokenStats
 from lstraw_jax.objectives import denominator
 from lstraw_jax.policy import Policy
+from lstraw_jax.prompt_gradient import add_prompt_gradient
 from lstraw_jax.prompt_state import MemoryKind, PromptState
-from lstraw_jax.replay import (
-    ReplayConfig,
-    Replayed,
-    replay,
-    zero_gradients,
-)
+from lstraw_jax.replay import ReplayConfig, Replayed, replay
 from lstraw_jax.rollouts import (
     BranchBatch,
     Rollout,
@@ -44,8 +47,15 @@ from lstraw_jax.rollouts import (
     to_branch_batch,
 )
 from lstraw_jax.scoring import score
+from lstraw_jax.state_cotangent import (
+    CotangentDtype,
+    check_dtype,
+    zero_cotangent,
+)
 from lstraw_jax.train_state import TrainState, apply_gradients
 from modeling.sharding import to_mesh
+
+PromptGradient = Literal["dropped", "exact"]
 
 # (policy, prompts, a key for each) -> a group for each
 Respond = Callable[[Policy, PromptState, jax.Array], Sequence[RolloutGroup]]
@@ -55,12 +65,19 @@ Respond = Callable[[Policy, PromptState, jax.Array], Sequence[RolloutGroup]]
 class UpdateConfig:
   """Settings of an update.
 
+  `prompt_gradient` says what becomes of the gradient through the prompt state:
+  "dropped" leaves it out, as the paper does; "exact" is the gradient of the
+  whole sequences. It has no default.
+
   `old_log_probs` says whose log-probs the ratio is taken against: "policy",
   those of the policy itself at this step (the ratio is then 1), or "rollouts",
   those stored with the responses.
   """
 
-  replay: ReplayConfig
+  prompt_gradient: PromptGradient
+  replay: ReplayConfig = dataclasses.field(default_factory=ReplayConfig)
+  tape: TapeConfig = dataclasses.field(default_factory=TapeConfig)
+  cotangent_dtype: CotangentDtype = "float32"  # of its sums over slots
   capture_chunk_tokens: int = 2048
   response_multiple: int = 128
   normalize_std: bool = True
@@ -68,6 +85,11 @@ class UpdateConfig:
   memory_kind: MemoryKind = "device"  # of the prompts' keys and values
 
   def __post_init__(self):
+    if self.prompt_gradient not in get_args(PromptGradient):
+      raise ValueError(
+          f"prompt_gradient={self.prompt_gradient!r}: want 'dropped' or 'exact'"
+      )
+    check_dtype(self.cotangent_dtype)
     for name in ("capture_chunk_tokens", "response_multiple"):
       if getattr(self, name) < 1:
         raise ValueError(f"{name}={getattr(self, name)}: want at least 1")
@@ -128,7 +150,7 @@ def train_step(
   for request in requests:
     indices = jnp.arange(taken, taken + len(request.prompts))
     taken += len(request.prompts)
-    groups, branches, replayed = _take_turn(
+    groups, branches, replayed, gradients = _take_turn(
         state,
         request,
         jax.vmap(jax.random.fold_in, (None, 0))(key, indices),
@@ -137,7 +159,6 @@ def train_step(
         clock=clock,
         progress=progress,
     )
-    gradients = replayed.gradients
     totals.add(groups, branches, replayed, config)
 
   with clock.phase("optimizer"):
@@ -173,17 +194,23 @@ def _take_turn(
     config: UpdateConfig,
     clock: PhaseClock,
     progress: Progress | None,
-) -> tuple[Sequence[RolloutGroup], BranchBatch, Replayed]:
+) -> tuple[Sequence[RolloutGroup], BranchBatch, Replayed, nnx.State]:
   """Adds the groups' gradient; their prompt state is gone when this returns."""
+  exact = config.prompt_gradient == "exact"
+  how: dict[str, Any] = dict(
+      chunk_tokens=config.capture_chunk_tokens,
+      policy_step=int(state.step),
+      memory_kind=config.memory_kind,
+      progress=progress,
+  )
+  tape = cotangent = None
   with clock.phase("capture"):
-    prompt = capture(
-        state.policy,
-        request.prompts,
-        chunk_tokens=config.capture_chunk_tokens,
-        policy_step=int(state.step),
-        memory_kind=config.memory_kind,
-        progress=progress,
-    )
+    if exact:
+      prompt, tape = capture_with_tape(
+          state.policy, request.prompts, tape=config.tape, **how
+      )
+    else:
+      prompt = capture(state.policy, request.prompts, **how)
     jax.block_until_ready(prompt)
   with clock.phase("respond"):
     groups = request.respond(state.policy, prompt, keys)
@@ -198,16 +225,34 @@ def _take_turn(
     with clock.phase("score"):
       branches = _score_reference(state, request.prompts, branches, config)
   with clock.phase("replay"):
+    if exact:
+      cotangent = zero_cotangent(
+          state.policy, prompt, dtype=config.cotangent_dtype
+      )
     replayed = replay(
         state.policy,
         prompt,
         branches,
         gradients,
+        cotangent,
         config=config.replay,
         progress=progress,
     )
     jax.block_until_ready(replayed)
-  return groups, branches, replayed
+  gradients = replayed.gradients
+  if tape is not None:
+    with clock.phase("prompt"):
+      gradients, _ = add_prompt_gradient(
+          state.policy,
+          prompt,
+          tape,
+          gradients,
+          replayed.cotangent,
+          policy_step=int(state.step),
+          progress=progress,
+      )
+      jax.block_until_ready(gradients)
+  return groups, branches, replayed, gradients
 
 
 def _advantages(group: RolloutGroup, config: UpdateConfig) -> np.ndarray:

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from modeling.layer_state import KvState, Prefix, prefix_specs
+from modeling.layer_state import SLOT_AXES, KvState, Prefix, prefix_specs
 from modeling.linear import Linear
 from modeling.norm import RMSNorm
 from modeling.qwen3_5_config import Qwen3_5Config
@@ -48,15 +48,17 @@ class Attention(nnx.Module):
       positions_BT: jax.Array,
       rotation: Rotation,
       prefixes: Sequence[Prefix],
-  ) -> tuple[jax.Array, KvState]:
-    """Returns the output [B,T,D] and the segment's own keys and values.
+      layer: jax.Array,
+  ) -> tuple[jax.Array, KvState, tuple[KvState | None, ...]]:
+    """Returns the output [B,T,D], the segment's own keys, and the sinks.
 
     Args:
       x_BTD: the segment.
       positions_BT: its positions; -1 is padding.
       rotation: rope at these positions.
-      prefixes: what the segment follows, for this layer alone: leaves are
-        [M, S, N, K], where each of the M rows serves B / M rows of the segment.
+      prefixes: what the segment follows, [L, M, S, N, K] for all layers. Each
+        of the M rows serves B / M rows of the segment.
+      layer: [] int32, number of this layer among them.
     """
     batch, steps, _ = x_BTD.shape
     heads = lambda y: y.reshape(batch, steps, -1, self.head_dim)
@@ -66,15 +68,13 @@ class Attention(nnx.Module):
     k = rotate(self.k_norm(heads(self.k_proj(x_BTD))), rotation)
     own = KvState(k=k, v=heads(self.v_proj(x_BTD)))
 
-    keys = (*prefixes, Prefix(slots=own, positions=positions_BT))
-    keys = tuple(part for part in keys if part.positions.shape[1])
-    out = self._attend(q, positions_BT, keys).astype(x_BTD.dtype)
-    out *= jax.nn.sigmoid(gate)
-    return self.o_proj(out.reshape(batch, steps, -1)), own
+    out, sinks = self._attend(q, positions_BT, own, tuple(prefixes), layer)
+    out = out.astype(x_BTD.dtype) * jax.nn.sigmoid(gate)
+    return self.o_proj(out.reshape(batch, steps, -1)), own, sinks
 
-  def _attend(self, q_BTHK, positions_BT, keys: tuple[Prefix, ...]):
+  def _attend(self, q_BTHK, positions_BT, own, prefixes, layer):
     """Passes the queries around; keys stay with the shard that owns them."""
-    queries = spec(("batch", "time", "heads", None))
+    queries, stored = spec(("batch", "time", "heads", None)), prefix_specs()
 
     @partial(
         jax.shard_map,
@@ -82,28 +82,41 @@ class Attention(nnx.Module):
         in_specs=(
             queries,
             spec(("batch", "time")),
-            (prefix_specs(),) * len(keys),
+            spec(SLOT_AXES),
+            (stored,) * len(prefixes),
+            spec(()),
         ),
-        out_specs=queries,
+        out_specs=(queries, (stored.sink,) * len(prefixes)),
     )
-    def attend(q, positions, keys):
+    def attend(q, positions, own, prefixes, layer):
       collect = partial(
           jax.lax.all_gather, axis_name="context", axis=1, tiled=True
       )
-      q, positions = collect(q), collect(positions)
+      q = collect(q)
+      asked = dict(q_positions=collect(positions), scale=self.head_dim**-0.5)
       parts = [
           prefix_attention.prefix_attention(
-              q,
-              part.slots.k,
-              part.slots.v,
-              q_positions=positions,
-              k_positions=part.positions,
-              scale=self.head_dim**-0.5,
+              q, own.k, own.v, k_positions=positions, **asked
           )
-          for part in keys
       ]
-      return prefix_attention.merge_shards(
-          prefix_attention.merge(parts), axis_name="context"
-      )
+      sinks = []
+      for prefix in prefixes:
+        sink = prefix.sink
+        if prefix.positions.shape[1]:  # a prompt of one token fills no slot
+          part, handed_on = prefix_attention.stored_attention(
+              q,
+              prefix.slots.k,
+              prefix.slots.v,
+              sink and (sink.k, sink.v),
+              layer=layer,
+              k_positions=prefix.positions,
+              **asked,
+          )
+          parts.append(part)
+          sink = handed_on and KvState(*handed_on)
+        sinks.append(sink)
+      merged = prefix_attention.merge(parts)
+      out = prefix_attention.merge_shards(merged, axis_name="context")
+      return out, tuple(sinks)
 
-    return attend(q_BTHK, positions_BT, keys)
+    return attend(q_BTHK, positions_BT, own, prefixes, layer)

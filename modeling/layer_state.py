@@ -44,17 +44,23 @@ class DeltaState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-  """Stored keys and values that a segment attends to, and where they stand."""
+  """Stored keys and values that a segment attends to, and where they stand.
+
+  They are constants. Who wants their gradient gives a `sink`: stand-ins whose
+  values are never read, which a forward hands through, and whose cotangents
+  are the sums that a backward pass adds to, in place.
+  """
 
   slots: KvState  # stacked over the full layers
   positions: jax.Array  # [B, S] int32, -1 = empty slot
+  sink: KvState | None = None  # as the slots, in the dtype of the sums
 
 
-def prefix_specs(*stacked: str) -> Any:
-  """Returns the mesh axes of a Prefix, its slots stacked over `stacked`."""
-  slots: Any = spec((*stacked, *SLOT_AXES))
+def prefix_specs() -> Any:
+  """Returns the mesh axes of a Prefix; of a sink also where there is none."""
+  slots: Any = spec(("layers", *SLOT_AXES))
   positions: Any = spec(POSITION_AXES)
-  return Prefix(slots=KvState(k=slots, v=slots), positions=positions)
+  return Prefix(slots=slots, positions=positions, sink=slots)
 
 
 def empty_slots(config: Qwen3_5Config, *, batch: int, slots: int) -> KvState:

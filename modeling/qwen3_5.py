@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -28,7 +29,6 @@ from modeling.parameter import normal, param, stack
 from modeling.qwen3_5_config import Qwen3_5Config
 from modeling.rope import Rotation, rotation
 from modeling.sharding import constrain, gather, make_mesh
-from modeling.staging import stage
 
 _TABLE = ("vocab", "vocab_embed")  # axes of the embedding
 
@@ -40,6 +40,7 @@ class SegmentDelta:
 
   slots: KvState  # [L, B, T, N, K]: the segment's own keys and values
   recurrent: DeltaState  # after the segment's last valid token
+  sinks: tuple[KvState | None, ...]  # those of its prefixes, handed through
 
 
 class DecoderLayer(nnx.Module):
@@ -64,12 +65,12 @@ class DecoderLayer(nnx.Module):
       self.mlp = MoE(config, mesh=mesh, rngs=rngs)
 
   def residual(self, x_BTD: jax.Array, mixer: Callable) -> tuple:
-    """Returns the layer's output and what the mixer keeps."""
-    mixed, kept = mixer(self.input_layernorm(x_BTD))
+    """Returns the layer's output and whatever else the mixer returns."""
+    mixed, *kept = mixer(self.input_layernorm(x_BTD))
     x_BTD += mixed
     with jax.named_scope("mlp"):
       x_BTD += self.mlp(self.post_attention_layernorm(x_BTD))
-    return constrain(x_BTD, self.mesh, ("batch", "time", None)), kept
+    return constrain(x_BTD, self.mesh, ("batch", "time", None)), *kept
 
 
 class LinearLayer(DecoderLayer):
@@ -103,13 +104,15 @@ class FullLayer(DecoderLayer):
       positions_BT: jax.Array,
       rotation: Rotation,
       prefixes: tuple[Prefix, ...],
-  ) -> tuple[jax.Array, KvState]:
-    """Returns the output and the segment's keys and values."""
+      layer: jax.Array,
+  ) -> tuple[jax.Array, KvState, tuple[KvState | None, ...]]:
+    """Returns the output, the segment's keys and values, and the sinks."""
     mixer = partial(
         self.self_attn,
         positions_BT=positions_BT,
         rotation=rotation,
         prefixes=prefixes,
+        layer=layer,
     )
     return self.residual(x_BTD, mixer)
 
@@ -206,30 +209,29 @@ class Qwen3_5(nnx.Module):
       return layer(x_BTD, valid_BT=valid_BT, state=state)
 
     @partial(jax.checkpoint, prevent_cse=False)
-    def full_step(x_BTD, layer, slots):
+    def full_step(x_BTD, sinks, layer, index):
       return layer(
           x_BTD,
           positions_BT=positions_BT,
           rotation=by,
-          prefixes=tuple(
-              Prefix(slots=stage(kv), positions=prefix.positions)
-              for kv, prefix in zip(slots, prefixes, strict=True)
-          ),
+          prefixes=tuple(map(_with_sink, prefixes, sinks)),
+          layer=index,
       )
 
-    def block_step(x_BTD, block_and_state):
-      block, slots, state = block_and_state
+    def block_step(carry, inputs):
+      (x_BTD, sinks), (block, state, index) = carry, inputs
       x_BTD, state = jax.lax.scan(
           linear_step, x_BTD, (block.linear_layers, state)
       )
-      x_BTD, own = full_step(x_BTD, block.full_layer, slots)
-      return x_BTD, (own, state)
+      x_BTD, own, sinks = full_step(x_BTD, sinks, block.full_layer, index)
+      return (x_BTD, sinks), (own, state)
 
-    stored = tuple(prefix.slots for prefix in prefixes)
-    x_BTD, (own, recurrent) = jax.lax.scan(
-        block_step, x_BTD, (self.blocks, stored, recurrent)
+    sinks = tuple(prefix.sink for prefix in prefixes)
+    indices = jnp.arange(self.config.num_blocks, dtype=jnp.int32)
+    (x_BTD, sinks), (own, recurrent) = jax.lax.scan(
+        block_step, (x_BTD, sinks), (self.blocks, recurrent, indices)
     )
-    return self.norm(x_BTD), SegmentDelta(slots=own, recurrent=recurrent)
+    return self.norm(x_BTD), SegmentDelta(own, recurrent, sinks)
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """Returns the head's output [..., vocab] in float32 or wider."""
@@ -240,6 +242,10 @@ class Qwen3_5(nnx.Module):
 
   def _table(self, dtype):
     return gather(self.embed_tokens[...].astype(dtype), self.mesh, _TABLE)
+
+
+def _with_sink(prefix: Prefix, sink: KvState | None) -> Prefix:
+  return dataclasses.replace(prefix, sink=sink)
 
 
 def abstract_model(

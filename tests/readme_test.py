@@ -11,10 +11,11 @@ import numpy as np
 
 from lstraw_jax.advantages import group_relative_advantages
 from lstraw_jax.capture import capture
+from lstraw_jax.gradient_sums import zero_gradients
 from lstraw_jax.objectives import denominator
 from lstraw_jax.optimizer import OptimizerConfig, make_optimizer
 from lstraw_jax.policy import make_policy
-from lstraw_jax.replay import ReplayConfig, replay, zero_gradients
+from lstraw_jax.replay import ReplayConfig, replay
 from lstraw_jax.rollouts import RolloutGroup, to_branch_batch
 from lstraw_jax.sampling import SamplingConfig, sample, to_rollouts
 from lstraw_jax.scoring import score

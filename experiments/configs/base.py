@@ -57,13 +57,20 @@ def get_config() -> ml_collections.ConfigDict:
   config.train.steps = 100
   config.train.prompts_per_step = 1
   config.train.group_size = 8  # of sampling; a file's groups have their own
-  config.train.prompt_gradient = "dropped"  # says what the gradient leaves out
+  # "dropped" leaves out what reaches the weights through the prompt's state;
+  # "exact" is the gradient of whole sequences.
+  config.train.prompt_gradient = "dropped"
+  config.train.cotangent_dtype = "float32"  # "bfloat16" halves that of slots
   config.train.normalize_std = True
   config.train.old_log_probs = "policy"  # or "rollouts": those in the file
   config.train.capture_chunk_tokens = 2048
   config.train.replay_block_tokens = 2048
   config.train.head_chunk_tokens = 256
   config.train.response_multiple = 128
+
+  config.capture = ml_collections.ConfigDict()  # what "exact" keeps of a prompt
+  config.capture.boundary_every = 1  # recurrent state of every n-th chunk
+  config.capture.memory_kind = "device"  # or "pinned_host": those states there
 
   config.checkpoint = ml_collections.ConfigDict()
   config.checkpoint.every_steps = 10

@@ -6,3 +6,6 @@ from pallas_kernels.prefix_attention.api import merge_shards as merge_shards
 from pallas_kernels.prefix_attention.api import (
     prefix_attention as prefix_attention,
 )
+from pallas_kernels.prefix_attention.api import (
+    stored_attention as stored_attention,
+)

@@ -9,6 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import shapes
 from pallas_kernels.prefix_attention import reference, xla
+from pallas_kernels.prefix_attention.reference import Sink
+
+Implementation = Literal["xla", "reference"] | None
 
 
 class Partial(NamedTuple):
@@ -30,7 +33,7 @@ def prefix_attention(
     q_positions: Int[Array, "B T"],
     k_positions: Int[Array, "M S"],
     scale: float,
-    implementation: Literal["xla", "reference"] | None = None,
+    implementation: Implementation = None,
 ) -> Partial:
   """Attends to every key whose position is in [0, position of the query].
 
@@ -57,25 +60,79 @@ def prefix_attention(
   Raises:
     ValueError: if B is no multiple of M, or H none of N.
   """
-  batch, rows = q.shape[0], k.shape[0]
-  if batch % rows or q.shape[2] % k.shape[2]:
+  part, _ = stored_attention(
+      q,
+      k[None],
+      v[None],
+      (k[None], v[None]),
+      layer=jnp.int32(0),
+      q_positions=q_positions,
+      k_positions=k_positions,
+      scale=scale,
+      implementation=implementation,
+  )
+  return part
+
+
+@shapes.typed
+def stored_attention(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "L M S N K"],
+    v: Float[Array, "L M S N V"],
+    sink: tuple[Float[Array, "L M S N K"], Float[Array, "L M S N V"]] | None,
+    *,
+    layer: Int[Array, ""],
+    q_positions: Int[Array, "B T"],
+    k_positions: Int[Array, "M S"],
+    scale: float,
+    implementation: Implementation = None,
+) -> tuple[Partial, Sink]:
+  """Attends to one layer of keys and values that are stored for all.
+
+  Stored keys are constants, and may lie in host memory: a block of them at a
+  time comes to the device. Their gradient is summed into the sink, which is
+  handed through unchanged: in the backward pass the cotangent of the sink that
+  went out comes in, this layer's share is added to it in place, and it leaves
+  as the cotangent of the sink that came in. The sums have the sink's dtype.
+
+  Args:
+    q: queries.
+    k: keys of all layers.
+    v: values of all layers.
+    sink: stand-ins for k and v whose values are never read; None if their
+      gradient is not wanted, which then costs nothing.
+    layer: which of the layers.
+    q_positions: as in `prefix_attention`.
+    k_positions: as in `prefix_attention`.
+    scale: as in `prefix_attention`.
+    implementation: as in `prefix_attention`.
+
+  Returns:
+    The part, and the sink.
+
+  Raises:
+    ValueError: as `prefix_attention`.
+  """
+  batch, rows = q.shape[0], k.shape[1]
+  if batch % rows or q.shape[2] % k.shape[3]:
     raise ValueError(
-        f"q.shape={q.shape} does not fit k.shape={k.shape}: the query rows"
+        f"q.shape={q.shape} does not fit k.shape={k.shape[1:]}: the query rows"
         " must be a multiple of the key rows, and the query heads of the key"
         " heads"
     )
   attend = reference.attend if implementation == "reference" else xla.attend
-  out, lse = attend(
+  out, lse, sink = attend(
       q.reshape(rows, -1, *q.shape[2:]),
       k,
       v,
+      sink,
       q_positions.reshape(rows, -1),
       k_positions,
+      layer,
       scale,
   )
-  return Partial(
-      out.reshape(*q.shape[:3], v.shape[-1]), lse.reshape(q.shape[:3])
-  )
+  out = out.reshape(*q.shape[:3], v.shape[-1])
+  return Partial(out, lse.reshape(q.shape[:3])), sink
 
 
 def merge(parts: Sequence[Partial]) -> Partial:

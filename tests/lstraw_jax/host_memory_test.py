@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from lstraw_jax.capture import capture, capture_chunk
+from lstraw_jax.gradient_sums import zero_gradients
 from lstraw_jax.prompt_state import empty_prompt_state
-from lstraw_jax.replay import ReplayConfig, replay, zero_gradients
+from lstraw_jax.replay import ReplayConfig, replay
 from lstraw_jax.sampling import SamplingConfig, sample
 from modeling.sharding import make_mesh
 from tests import programs, tiny
 
 CONFIG = tiny.config(dtype="float32")
 CHUNK, CAPACITY, CONTEXT = 8, 40, 4
-REPLAY = ReplayConfig(prompt_gradient="dropped", block_tokens=8)
+REPLAY = ReplayConfig(block_tokens=8)
 SAMPLING = SamplingConfig(max_tokens=5)
 KINDS = ("device", "pinned_host")
 LAYER = (1, CAPACITY, CONFIG.num_key_value_heads, CONFIG.head_dim)
@@ -65,7 +66,9 @@ def traced(stage, kind):
       return capture_chunk.trace(ours, state, tokens, np.int32(0), ends)
     case "replay":
       gradients = zero_gradients(ours)
-      return replay.trace(ours, state, branches(ours), gradients, config=REPLAY)
+      return replay.trace(
+          ours, state, branches(ours), gradients, None, config=REPLAY
+      )
     case "sample":
       keys = jax.random.split(jax.random.key(0), 1)
       return sample.trace(ours, state, keys, group_size=2, config=SAMPLING)
@@ -81,7 +84,7 @@ def test_every_result_is_bitwise_that_of_device_memory():
     for leaf in jax.tree.leaves(state.slots):
       assert leaf.sharding.memory_kind == kind
     replayed = replay(
-        ours, state, branches(ours), zero_gradients(ours), config=REPLAY
+        ours, state, branches(ours), zero_gradients(ours), None, config=REPLAY
     )
     keys = jax.random.split(jax.random.key(0), 1)
     samples = sample(ours, state, keys, group_size=2, config=SAMPLING)
@@ -156,7 +159,7 @@ def test_staged_layers_are_not_kept_for_the_backward_pass():
         memory_kind="pinned_host",
     )
     lowered = replay.lower(
-        ours, state, branches(ours), zero_gradients(ours), config=REPLAY
+        ours, state, branches(ours), zero_gradients(ours), None, config=REPLAY
     )
     temporaries[layers] = programs.temp_bytes(lowered.compile())
     one_layer = state.slots.k.nbytes // ours.config.num_blocks // CONTEXT

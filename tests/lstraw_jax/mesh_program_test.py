@@ -8,9 +8,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lstraw_jax.capture import capture_chunk
+from lstraw_jax.gradient_sums import zero_gradients
 from lstraw_jax.policy import make_policy
 from lstraw_jax.prompt_state import empty_prompt_state
-from lstraw_jax.replay import ReplayConfig, replay, zero_gradients
+from lstraw_jax.replay import ReplayConfig, replay
 from lstraw_jax.rollouts import BranchBatch
 from modeling.qwen3_5 import abstract_model
 from modeling.sharding import make_mesh, shardings
@@ -83,9 +84,8 @@ def compiled_replay(slots: int = SLOTS):
       state,
       branches,
       on_mesh(gradients, shardings(gradients, policy.mesh)),
-      config=ReplayConfig(
-          prompt_gradient="dropped", block_tokens=BLOCK, head_chunk_tokens=16
-      ),
+      None,
+      config=ReplayConfig(block_tokens=BLOCK, head_chunk_tokens=16),
   ).compile()
 
 

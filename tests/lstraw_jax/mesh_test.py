@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from lstraw_jax.capture import capture
-from lstraw_jax.replay import ReplayConfig, replay, zero_gradients
+from lstraw_jax.gradient_sums import zero_gradients
+from lstraw_jax.replay import ReplayConfig, replay
 from lstraw_jax.rollouts import RolloutGroup
 from lstraw_jax.sampling import SamplingConfig, sample
 from lstraw_jax.scoring import score
@@ -35,9 +36,7 @@ GROUPS = [
         zip(PROMPT_TOKENS, LENGTHS, strict=True)
     )
 ]
-REPLAY = ReplayConfig(
-    prompt_gradient="dropped", block_tokens=16, head_chunk_tokens=8
-)
+REPLAY = ReplayConfig(block_tokens=16, head_chunk_tokens=8)
 
 
 def mesh_of(sizes: tuple[int, int, int]):
@@ -68,6 +67,7 @@ def replayed(kind: str, sizes: tuple[int, int, int]):
         captured(policy, groups),
         tiny.branches(*groups, multiple=24, mesh=mesh),
         gradients,
+        None,
         config=REPLAY,
     )
     gradients = found.gradients

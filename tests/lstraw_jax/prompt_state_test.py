@@ -51,6 +51,7 @@ def segment(*, rows, steps, seed):
   return SegmentDelta(
       slots=random_like(empty_slots(CONFIG, batch=rows, slots=steps), seed),
       recurrent=random_like(recurrent, seed + 1),
+      sinks=(),
   )
 
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from lstraw_jax.capture import capture
+from lstraw_jax.gradient_sums import zero_gradients
 from lstraw_jax.objectives import ObjectiveConfig, denominator
 from lstraw_jax.policy import make_policy
-from lstraw_jax.replay import ReplayConfig, replay, zero_gradients
+from lstraw_jax.replay import ReplayConfig, replay
 from lstraw_jax.rollouts import Rollout, RolloutGroup, to_branch_batch
 from modeling import checkpoint_names
 from modeling.sharding import make_mesh
@@ -112,8 +113,8 @@ def test_the_grpo_gradient_is_pytorch_s_with_the_prompt_detached(x64, moe):
       prompt,
       branches,
       zero_gradients(policy),
+      None,
       config=ReplayConfig(
-          prompt_gradient="dropped",
           objective=OBJECTIVE,
           block_tokens=16,
           head_chunk_tokens=7,

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from lstraw_jax.capture import capture
+from lstraw_jax.gradient_sums import zero_gradients
 from lstraw_jax.objectives import ObjectiveConfig, denominator
 from lstraw_jax.policy import make_policy
 from lstraw_jax.prompt_state import empty_prompt_state, nbytes
-from lstraw_jax.replay import ReplayConfig, replay, zero_gradients
+from lstraw_jax.replay import ReplayConfig, replay
 from lstraw_jax.rollouts import BranchBatch
 from lstraw_jax.scoring import score
 from modeling.qwen3_5 import abstract_model
@@ -31,7 +32,7 @@ PROMPT_TOKENS = 21
 PROMPT = tiny.tokens(PROMPT_TOKENS)
 OTHER = tiny.tokens(18, seed=9)  # of another length, in the same bucket
 LENGTHS = (1, 20, 5, 13)
-PLAIN = ReplayConfig(prompt_gradient="dropped", head_chunk_tokens=8)
+PLAIN = ReplayConfig(head_chunk_tokens=8)
 # Every term of the objective at once; tool tokens are masked.
 FULL = dataclasses.replace(
     PLAIN,
@@ -75,7 +76,7 @@ def replayed(kind, branches, config=PLAIN, *, prompt=None, **settings):
   prompt = captured(kind) if prompt is None else prompt
   config = dataclasses.replace(config, **settings)
   gradients = zero_gradients(policy)
-  return replay(policy, prompt, branches, gradients, config=config)
+  return replay(policy, prompt, branches, gradients, None, config=config)
 
 
 def part(branches, *, row=0, index):
@@ -273,7 +274,9 @@ def test_gradients_are_added_to_those_given(x64):
   given = jax.tree.map(lambda x: 2.0 * x + 1.0, whole.gradients)
   wanted = jax.tree.map(lambda x: 3.0 * x + 1.0, tiny.copied(whole.gradients))
   config = dataclasses.replace(PLAIN, block_tokens=64)
-  found = replay(policy, captured("dense"), branches, given, config=config)
+  found = replay(
+      policy, captured("dense"), branches, given, None, config=config
+  )
   assert tiny.largest_difference(found.gradients, wanted) < FLOAT64_TOLERANCE
   assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
 
@@ -304,6 +307,7 @@ def test_one_token_behind_a_prompt_of_one_token_and_its_progress(x64):
       prompt,
       branches,
       zero_gradients(policy),
+      None,
       config=PLAIN,
       progress=lambda *call: calls.append(call),
   )
@@ -325,14 +329,6 @@ def test_replay_leaves_the_prompt_bitwise_as_it_was(x64):
   jax.tree.map(
       np.testing.assert_array_equal, tiny.copied(captured("dense")), before
   )
-
-
-@pytest.mark.parametrize("value", ["exact", "none", "", None])
-def test_a_prompt_gradient_that_is_not_built_is_refused(value):
-  with pytest.raises(ValueError, match="want 'dropped'"):
-    ReplayConfig(prompt_gradient=value)
-  with pytest.raises(TypeError, match="prompt_gradient"):
-    ReplayConfig()
 
 
 @pytest.mark.parametrize(
@@ -387,6 +383,7 @@ def compiled(*, group_size=2, slots=SLOTS, config=LARGE):
       jax.eval_shape(prompt),
       branches,
       jax.eval_shape(zero_gradients, policy),
+      None,
       config=dataclasses.replace(
           PLAIN, block_tokens=BLOCK, head_chunk_tokens=HEAD_ROWS
       ),

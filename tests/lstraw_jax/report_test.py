@@ -43,7 +43,7 @@ def test_a_file_gets_aligned_rows_without_control_characters():
   header, first = lines[3], lines[4]
   assert " ".join(first.split()) == (
       "1 -1.5e-8 0.8125 1.000 1.050 12% 2e-3 5.500 1.250 - 2.0k"
-      " 3.0 1.0 - 1.0 - 1.5G"
+      " 3.0 1.0 - 1.0 - - 1.5G"
   )
   assert header.split()[:3] == ["step", "loss", "reward"]
   assert len(header.split()) == len(first.split())

@@ -24,9 +24,8 @@ from tests import tiny
 FLOAT64_TOLERANCE = 1e-12
 CONFIG = tiny.config()
 UPDATE = UpdateConfig(
-    replay=ReplayConfig(
-        prompt_gradient="dropped", block_tokens=8, head_chunk_tokens=8
-    ),
+    prompt_gradient="dropped",
+    replay=ReplayConfig(block_tokens=8, head_chunk_tokens=8),
     capture_chunk_tokens=8,
     response_multiple=8,
 )
