@@ -1,5 +1,6 @@
 """The mesh of a run, and whether all that is to lie on it fits."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,8 +12,15 @@ from modeling.qwen3_5_config import Qwen3_5Config
 from modeling.sharding import MeshConfig
 
 
-def read_mesh(config: Any, model: Qwen3_5Config) -> Mesh:
+def read_mesh(
+    config: Any, model: Qwen3_5Config, *, chunks: Sequence[str]
+) -> Mesh:
   """Makes the mesh of a config.
+
+  Args:
+    config: the settings.
+    model: what lies on the mesh.
+    chunks: settings of `train` that count tokens which `mesh.context` shares.
 
   Raises:
     ValueError: for what does not fit it, with what would.
@@ -28,7 +36,7 @@ def read_mesh(config: Any, model: Qwen3_5Config) -> Mesh:
     )
   check_mesh(model, mesh)
   context, data = mesh.shape["context"], mesh.shape["data"]
-  for name in ("capture_chunk_tokens", "replay_block_tokens"):
+  for name in chunks:
     tokens = config.train[name]
     if tokens % context:
       raise ValueError(

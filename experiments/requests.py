@@ -9,6 +9,7 @@ import numpy as np
 from experiments import pydoc_text
 from experiments.settings import Settings
 from experiments.tokenizer import load_tokenizer
+from experiments.turns import turns
 from lstraw_jax.rollout_reader import read_rollout_groups
 from lstraw_jax.train_step import Request
 
@@ -49,11 +50,9 @@ def make_requests(config: Any, settings: Settings) -> Requests:
         group_size=config.train.group_size,
         sampling=settings.sampling,
     )
-  count = config.train.prompts_per_step
-  rows = settings.mesh.shape["data"]
   return lambda position: [
-      make([data[start + row] for row in range(rows)], start)
-      for start in range(position, position + count, rows)
+      make([data[place] for place in turn], turn.start)
+      for turn in turns(config, settings.mesh, position)
   ]
 
 

@@ -18,8 +18,9 @@
     seconds          {total, phases: {name: {seconds, share}}}
     peak_bytes       the most memory that was held, and whose that is:
     peak_source      "device", the busiest one's own counter, or "process"
-    rewards          {updates, first_five, last_five}: how many updates, and
-                     the mean of the rewards of those at either end
+    curve            {field, updates, first_five, last_five}: which number of
+                     an update the run is watched by, how many updates, and its
+                     mean over those at either end
 
 A float that is not finite is written as text: "inf" or "nan".
 """
@@ -64,7 +65,8 @@ def write_receipt(
     seconds: Mapping[str, float],
     peak_bytes: int,
     peak_source: str,
-    rewards: Sequence[float],
+    curve_field: str,
+    curve: Sequence[float],
 ) -> dict[str, Any]:
   """Writes the receipt of this process's run, whole or not at all.
 
@@ -78,7 +80,8 @@ def write_receipt(
     seconds: spent in each phase, by name.
     peak_bytes: a field.
     peak_source: a field.
-    rewards: mean reward of each update, in order.
+    curve_field: name of the number that the run is watched by.
+    curve: its value at each update, in order.
 
   Returns:
     What was written; the module says what the fields are.
@@ -100,7 +103,7 @@ def write_receipt(
         f"prompt_gradient={prompt_gradient!r}: want one of {list(_MEANINGS)}"
     )
   receipt = {
-      **_environment(),
+      **environment(),
       "config": config,
       "seed": seed,
       "steps": steps,
@@ -112,19 +115,32 @@ def write_receipt(
       "seconds": _shares(seconds),
       "peak_bytes": peak_bytes,
       "peak_source": peak_source,
-      "rewards": {
-          "updates": len(rewards),
-          "first_five": _mean(rewards[:5]),
-          "last_five": _mean(rewards[-5:]),
+      "curve": {
+          "field": curve_field,
+          "updates": len(curve),
+          "first_five": _mean(curve[:5]),
+          "last_five": _mean(curve[-5:]),
       },
   }
-  receipt = _finite_or_text(receipt)
-  _replace(pathlib.Path(path), json.dumps(receipt, indent=2) + "\n")
-  return receipt
+  return write_json(path, receipt)
 
 
-def _environment() -> dict[str, Any]:
-  """Returns the fields that say on what the run was made."""
+def write_json(
+    path: str | os.PathLike[str], fields: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Writes fields as JSON, whole or not at all, and returns what it wrote.
+
+  Args:
+    path: of the file; one that is there is replaced.
+    fields: what JSON can hold; floats that are not finite become text.
+  """
+  written = _finite_or_text(fields)
+  _replace(pathlib.Path(path), json.dumps(written, indent=2) + "\n")
+  return written
+
+
+def environment() -> dict[str, Any]:
+  """Returns versions, platform, devices, processes and git; see the module."""
   versions: dict[str, str | None] = {"python": platform.python_version()}
   for package in _PACKAGES:
     try:
@@ -144,18 +160,18 @@ def _git_state(source: pathlib.Path) -> dict[str, Any] | None:
   """Returns the commit that `source` is of, or None if git has none for it."""
 
   # A hook's variables would point git at another repository.
-  environment = {
+  variables = {
       name: value
       for name, value in os.environ.items()
       if not name.startswith("GIT_")
   }
-  environment["GIT_OPTIONAL_LOCKS"] = "0"  # `status` then writes no index
+  variables["GIT_OPTIONAL_LOCKS"] = "0"  # `status` then writes no index
 
   def git(*arguments: str) -> str:
     return subprocess.run(
         ["git", *arguments],
         cwd=source.parent,
-        env=environment,
+        env=variables,
         capture_output=True,
         check=True,
         text=True,

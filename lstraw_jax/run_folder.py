@@ -4,7 +4,7 @@ config.json    resolved settings
 checkpoints/   see lstraw_jax/checkpoint.py; all processes write these
 metrics.jsonl  a row per update
 receipt.json   where the numbers came from
-reward.png     the curve of the rewards
+reward.png     the curve of the rewards; loss.png without any
 model/         on request: the trained model, for transformers
 """
 
@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from lstraw_jax.curve_plot import Curve, plot_curve
 from lstraw_jax.distributed import is_primary
 from lstraw_jax.receipt import write_receipt
-from lstraw_jax.reward_plot import plot_rewards
 from lstraw_jax.run_log import Row, append_row, truncate_after
 
 
@@ -59,22 +59,29 @@ class RunFolder:
     if is_primary():
       append_row(self.path / "metrics.jsonl", row)
 
-  def finish(self, *, title: str) -> None:
-    """Sums up all updates of the run, those before a resumption included."""
+  def finish(self, curve: Curve, *, prompt_gradient: str, title: str) -> None:
+    """Sums up all updates of the run, those before a resumption included.
+
+    Args:
+      curve: what the run is watched by.
+      prompt_gradient: "dropped" or "exact".
+      title: facts about the run.
+    """
     if not is_primary():
       return
     most = max(self.rows, key=lambda row: row["peak_bytes"])
-    rewards = [row["reward_mean"] for row in self.rows]
     write_receipt(
         self.path / "receipt.json",
         config=self._config,
         seed=self._config["seed"],
         steps=self.rows[-1]["step"],
-        prompt_gradient=self._config["train"]["prompt_gradient"],
-        staleness_steps=0,
+        prompt_gradient=prompt_gradient,
+        staleness_steps=max(row.get("staleness_steps", 0) for row in self.rows),
         seconds=sum((Counter(row["seconds"]) for row in self.rows), Counter()),
         peak_bytes=most["peak_bytes"],
         peak_source=most["peak_source"],
-        rewards=rewards,
+        curve_field=curve.field,
+        curve=curve.of(self.rows),
     )
-    plot_rewards(self.path / "reward.png", self.rows, title=title)
+    path = self.path / f"{curve.name}.png"
+    plot_curve(path, curve, self.rows, title=title)

@@ -11,15 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from lstraw_jax.metrics import PeakMemory
+from lstraw_jax.sft_step import SftMetrics
 from lstraw_jax.train_step import UpdateMetrics
 
 Row = dict[str, Any]
 
 
 def make_row(
-    metrics: UpdateMetrics,
+    metrics: UpdateMetrics | SftMetrics,
     *,
     step: int,
+    tokens: int,
     seconds: Mapping[str, float],
     peak: PeakMemory,
 ) -> Row:
@@ -28,17 +30,18 @@ def make_row(
   Args:
     metrics: of the update.
     step: optimizer steps taken, with this one.
+    tokens: worked on in this update.
     seconds: spent in each phase of this update.
     peak: most memory held so far.
 
   Returns:
-    `step`, the fields of `metrics` (those of `tokens` beside the others),
+    `step`, the fields of `metrics` (the entries of a dict beside the others),
     `tokens_per_s` over all phases, `seconds`, `peak_bytes`, `peak_source`. A
     number that is not finite is None.
   """
-  numbers = {"step": step, **metrics._asdict(), **metrics.tokens}
-  del numbers["tokens"]
-  tokens = metrics.prompt_tokens + metrics.response_tokens
+  numbers: dict[str, float] = {"step": step}
+  for name, value in metrics._asdict().items():
+    numbers |= value if isinstance(value, dict) else {name: value}
   spent = sum(seconds.values())
   numbers["tokens_per_s"] = tokens / spent if spent else 0.0
   return {

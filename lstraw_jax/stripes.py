@@ -60,7 +60,7 @@ def write_frame(
 def read_frame(
     slots: KvState, *, frame: jax.Array, frame_tokens: int, mesh: Mesh
 ) -> KvState:
-  """Returns a frame of the slots [L, B, S, N, K], as [L, B, T, N, K]."""
+  """Returns a frame of the slots [L,B,S,N,K] on the device, as [L,B,T,N,K]."""
   share = frame_tokens // mesh.shape["context"]
 
   @partial(
@@ -71,6 +71,6 @@ def read_frame(
   )
   def read(slots, frame):
     take = partial(jax.lax.dynamic_slice_in_dim, slice_size=share, axis=2)
-    return jax.tree.map(lambda x: take(x, frame * share), slots)
+    return jax.tree.map(lambda x: stage(take(x, frame * share)), slots)
 
   return read(slots, frame)

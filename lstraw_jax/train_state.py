@@ -7,11 +7,12 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
 from lstraw_jax.policy import Policy
-from modeling.sharding import shardings
+from modeling.sharding import shardings, to_mesh
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +61,53 @@ def make_train_state(
   layout = shardings(jax.eval_shape(make, policy.trainable), policy.mesh)
   made = jax.jit(make, out_shardings=layout)(policy.trainable)
   return TrainState(policy=policy, **made)
+
+
+def advance(
+    state: TrainState,
+    gradients: nnx.State,
+    denominator: int,
+    *,
+    optimizer: optax.GradientTransformation,
+    loss: float,
+) -> tuple[TrainState, float]:
+  """Ends an update: takes its optimizer step.
+
+  Args:
+    state: the training state; its trained weights are consumed.
+    gradients: summed over the update.
+    denominator: what the sums are divided by.
+    optimizer: the one that `state` was made with.
+    loss: of the update, to be told if something is wrong.
+
+  Returns:
+    The state one step on, and the norm of the mean gradient before clipping.
+
+  Raises:
+    FloatingPointError: if the gradient is not finite; `state` is then lost.
+  """
+  policy = state.policy
+  applied = apply_gradients(
+      policy.trainable,
+      state.opt_state,
+      gradients,
+      to_mesh(np.int32(denominator), policy.mesh),
+      optimizer=optimizer,
+  )
+  grad_norm = float(applied.grad_norm)
+  if not np.isfinite(grad_norm):
+    raise FloatingPointError(
+        f"step {int(state.step)}: the gradient norm is {grad_norm} and the loss"
+        f" {loss}; nothing was saved. Resume from the last checkpoint with a"
+        " smaller learning rate"
+    )
+  state = dataclasses.replace(
+      state,
+      policy=policy.replace(trainable=applied.trainable),
+      opt_state=applied.opt_state,
+      step=state.step + 1,
+  )
+  return state, grad_norm
 
 
 class Applied(NamedTuple):

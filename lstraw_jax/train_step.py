@@ -1,7 +1,8 @@
 """One update of GRPO, top to bottom.
 
     for each prompt of the step:
-      state     = capture(policy, prompt)            once, without a graph
+      state     = capture(policy, prompt)            once, without a graph,
+                                                     or that of an earlier step
       responses = respond(policy, state)             sampled, or from a file
       ref       = score(reference, ...)              if there is a KL penalty
       gradients += replay(policy, state, responses)  one branch at a time
@@ -10,7 +11,9 @@
 
 Nothing of a prompt outlives its turn: memory is the weights, one prompt state
 and one branch, whatever the number of responses and prompts. A KL penalty adds
-the reference's own state of the prompt while it scores.
+the reference's own state of the prompt while it scores. Only on request are
+states kept for the steps to come (`refresh.py`); the policy then learns behind
+states of its past.
 
 On a mesh with a `data` axis as many prompts take their turn at once, each on
 its own replica. Sums and denominators are over all of them.
@@ -27,18 +30,15 @@ import optax
 from flax import nnx
 
 from lstraw_jax.advantages import group_relative_advantages
-from lstraw_jax.capture import (
-    Progress,
-    TapeConfig,
-    capture,
-    capture_with_tape,
-)
+from lstraw_jax.capture import Progress, TapeConfig, capture
 from lstraw_jax.gradient_sums import zero_gradients
 from lstraw_jax.metrics import PhaseClock, TokenStats
 from lstraw_jax.objectives import denominator
 from lstraw_jax.policy import Policy
 from lstraw_jax.prompt_gradient import add_prompt_gradient
 from lstraw_jax.prompt_state import MemoryKind, PromptState
+from lstraw_jax.prompt_states import PromptStates, Staleness
+from lstraw_jax.refresh import RefreshConfig
 from lstraw_jax.replay import ReplayConfig, Replayed, replay
 from lstraw_jax.rollouts import (
     BranchBatch,
@@ -52,8 +52,7 @@ from lstraw_jax.state_cotangent import (
     check_dtype,
     zero_cotangent,
 )
-from lstraw_jax.train_state import TrainState, apply_gradients
-from modeling.sharding import to_mesh
+from lstraw_jax.train_state import TrainState, advance
 
 PromptGradient = Literal["dropped", "exact"]
 
@@ -83,11 +82,18 @@ class UpdateConfig:
   normalize_std: bool = True
   old_log_probs: Literal["policy", "rollouts"] = "policy"
   memory_kind: MemoryKind = "device"  # of the prompts' keys and values
+  refresh: RefreshConfig = dataclasses.field(default_factory=RefreshConfig)
 
   def __post_init__(self):
     if self.prompt_gradient not in get_args(PromptGradient):
       raise ValueError(
           f"prompt_gradient={self.prompt_gradient!r}: want 'dropped' or 'exact'"
+      )
+    if self.prompt_gradient == "exact" and self.refresh.rule != "every_step":
+      raise ValueError(
+          f"refresh.rule={self.refresh.rule!r}: want 'every_step' with"
+          " prompt_gradient='exact', since the gradient through a state of past"
+          " weights is that of no loss. Or set prompt_gradient='dropped'"
       )
     check_dtype(self.cotangent_dtype)
     for name in ("capture_chunk_tokens", "response_multiple"):
@@ -97,6 +103,17 @@ class UpdateConfig:
       raise ValueError(
           f"old_log_probs={self.old_log_probs!r}: want 'policy' or 'rollouts'"
       )
+
+
+def make_prompt_states(config: UpdateConfig) -> PromptStates:
+  """Returns what captures the prompts of a run, and keeps its states."""
+  return PromptStates(
+      config.refresh,
+      chunk_tokens=config.capture_chunk_tokens,
+      memory_kind=config.memory_kind,
+      tape=config.tape if config.prompt_gradient == "exact" else None,
+      scoring=config.replay,
+  )
 
 
 class Request(NamedTuple):
@@ -116,6 +133,9 @@ class UpdateMetrics(NamedTuple):
   response_tokens: int
   denominator: int
   sampler_gap_nats: float  # mean |replayed - sampler's|; nan if unknown
+  staleness_steps: int  # optimizer steps since a state's capture, at most
+  drift_nats: float  # of kept states, estimated, at most; nan if none was
+  measured_drift_nats: float  # of states that were replaced, at most; or nan
   tokens: dict[str, float]  # ratio_mean, ratio_max, clip_share, kl, entropy
 
 
@@ -127,6 +147,7 @@ def train_step(
     config: UpdateConfig,
     clock: PhaseClock,
     progress: Progress | None = None,
+    states: PromptStates | None = None,
 ) -> tuple[TrainState, UpdateMetrics]:
   """Takes one optimizer step on the groups of some prompts.
 
@@ -137,81 +158,79 @@ def train_step(
     config: settings.
     clock: adds up the seconds of each phase.
     progress: called after each chunk of a capture and each branch of a replay.
+    states: those of the run, made by `make_prompt_states`; needed where
+      `config.refresh` keeps any.
 
   Raises:
+    ValueError: without `states` where they are needed.
     FloatingPointError: if the gradient is not finite; `state` is then lost.
   """
-  policy = state.policy
+  if states is None:
+    if config.refresh.rule != "every_step":
+      raise ValueError(
+          f"states=None: want those of the run, with refresh.rule="
+          f"{config.refresh.rule!r}. Pass make_prompt_states(config) each step"
+      )
+    states = make_prompt_states(config)
   key = jax.random.fold_in(state.key, state.step)
-  gradients = zero_gradients(policy)
+  gradients = zero_gradients(state.policy)
   totals = _Totals()
 
   taken = 0
   for request in requests:
     indices = jnp.arange(taken, taken + len(request.prompts))
     taken += len(request.prompts)
-    groups, branches, replayed, gradients = _take_turn(
+    turn, gradients = _take_turn(
         state,
         request,
+        states,
         jax.vmap(jax.random.fold_in, (None, 0))(key, indices),
         gradients,
         config=config,
         clock=clock,
         progress=progress,
     )
-    totals.add(groups, branches, replayed, config)
+    totals.add(turn, config)
 
   with clock.phase("optimizer"):
-    applied = apply_gradients(
-        policy.trainable,
-        state.opt_state,
+    state, grad_norm = advance(
+        state,
         gradients,
-        to_mesh(np.int32(totals.denominator), policy.mesh),
+        totals.denominator,
         optimizer=optimizer,
+        loss=totals.loss / totals.denominator,
     )
-    metrics = totals.metrics(float(applied.grad_norm))
-  if not np.isfinite(metrics.grad_norm):
-    raise FloatingPointError(
-        f"step {int(state.step)}: the gradient norm is {metrics.grad_norm} and"
-        f" the loss {metrics.loss}; nothing was saved. Resume from the last"
-        " checkpoint with a smaller learning rate"
-    )
-  state = dataclasses.replace(
-      state,
-      policy=policy.replace(trainable=applied.trainable),
-      opt_state=applied.opt_state,
-      step=state.step + 1,
-  )
-  return state, metrics
+  return state, totals.metrics(grad_norm)
+
+
+class _Turn(NamedTuple):
+  """What is told of a turn."""
+
+  groups: Sequence[RolloutGroup]
+  branches: BranchBatch
+  replayed: Replayed
+  staleness: Staleness
 
 
 def _take_turn(
     state: TrainState,
     request: Request,
+    states: PromptStates,
     keys: jax.Array,
     gradients: nnx.State,
     *,
     config: UpdateConfig,
     clock: PhaseClock,
     progress: Progress | None,
-) -> tuple[Sequence[RolloutGroup], BranchBatch, Replayed, nnx.State]:
-  """Adds the groups' gradient; their prompt state is gone when this returns."""
-  exact = config.prompt_gradient == "exact"
-  how: dict[str, Any] = dict(
-      chunk_tokens=config.capture_chunk_tokens,
-      policy_step=int(state.step),
-      memory_kind=config.memory_kind,
+) -> tuple[_Turn, nnx.State]:
+  """Adds the groups' gradient; a state that is not kept is gone after this."""
+  prompt, tape, staleness = states.get(
+      state.policy,
+      request.prompts,
+      step=int(state.step),
+      clock=clock,
       progress=progress,
   )
-  tape = cotangent = None
-  with clock.phase("capture"):
-    if exact:
-      prompt, tape = capture_with_tape(
-          state.policy, request.prompts, tape=config.tape, **how
-      )
-    else:
-      prompt = capture(state.policy, request.prompts, **how)
-    jax.block_until_ready(prompt)
   with clock.phase("respond"):
     groups = request.respond(state.policy, prompt, keys)
   branches = to_branch_batch(
@@ -221,11 +240,13 @@ def _take_turn(
       old_log_probs_from_rollouts=config.old_log_probs == "rollouts",
       mesh=state.policy.mesh,
   )
+  states.responded(request.prompts, branches)
   if config.replay.objective.kl_coef > 0:
     with clock.phase("score"):
       branches = _score_reference(state, request.prompts, branches, config)
+  cotangent = None
   with clock.phase("replay"):
-    if exact:
+    if tape is not None:
       cotangent = zero_cotangent(
           state.policy, prompt, dtype=config.cotangent_dtype
       )
@@ -252,7 +273,7 @@ def _take_turn(
           progress=progress,
       )
       jax.block_until_ready(gradients)
-  return groups, branches, replayed, gradients
+  return _Turn(groups, branches, replayed, staleness), gradients
 
 
 def _advantages(group: RolloutGroup, config: UpdateConfig) -> np.ndarray:
@@ -292,10 +313,13 @@ class _Totals:
     self.loss = 0.0
     self.rewards: list[float] = []
     self.gaps: list[np.ndarray] = []
+    self.staleness: list[Staleness] = []
     self.prompt_tokens = 0
     self.response_tokens = 0
 
-  def add(self, groups: Sequence[RolloutGroup], branches, replayed, config):
+  def add(self, turn: _Turn, config: UpdateConfig):
+    groups, branches, replayed, staleness = turn
+    self.staleness.append(staleness)
     self.stats.append(replayed.stats)
     self.loss += float(replayed.loss)
     aggregation = config.replay.objective.aggregation
@@ -326,5 +350,15 @@ class _Totals:
         response_tokens=self.response_tokens,
         denominator=self.denominator,
         sampler_gap_nats=float(gaps.mean()),
+        **self._staleness(),
         tokens=stats.combine().means(),
+    )
+
+  def _staleness(self) -> dict[str, Any]:
+    steps, drifts, measured = zip(*self.staleness, strict=True)
+    most = lambda values: float(np.fmax.reduce(values))  # nan if all are
+    return dict(
+        staleness_steps=max(steps),
+        drift_nats=most(drifts),
+        measured_drift_nats=most(measured),
     )

@@ -93,7 +93,7 @@ def fail(port: str, process: str, folder: str):
 
 def train(port: str, process: str, folder: str):
   """Trains as the config in the folder says; writes what its devices hold."""
-  from experiments import requests, settings, train_grpo
+  from experiments import requests, settings, train_grpo, training
   from experiments.configs import tiny
   from lstraw_jax.checkpoint import TrainCheckpoints
 
@@ -109,7 +109,7 @@ def train(port: str, process: str, folder: str):
   config = tiny.get_config()
   changes = json.loads(pathlib.Path(folder, "changes.json").read_text())
   config.update_from_flattened_dict(changes)
-  train_grpo.TrainCheckpoints = Recorded
+  training.TrainCheckpoints = Recorded
   read = settings.read_settings(config)
   train_grpo.train(
       config,

@@ -18,6 +18,9 @@ def row(step=1, *, seconds=None, **changes):
       response_tokens=1000,
       denominator=2,
       sampler_gap_nats=math.nan,
+      staleness_steps=3,
+      drift_nats=0.015,
+      measured_drift_nats=math.nan,
       tokens=dict(
           ratio_mean=1.0,
           ratio_max=1.05,
@@ -29,6 +32,7 @@ def row(step=1, *, seconds=None, **changes):
   return make_row(
       metrics._replace(**changes),
       step=step,
+      tokens=10000,
       seconds=seconds or {"capture": 3.0, "replay": 1.0, "respond": 0.96},
       peak=PeakMemory(1536 * MIB, "process"),
   )

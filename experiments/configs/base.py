@@ -72,6 +72,13 @@ def get_config() -> ml_collections.ConfigDict:
   config.capture.boundary_every = 1  # recurrent state of every n-th chunk
   config.capture.memory_kind = "device"  # or "pinned_host": those states there
 
+  config.refresh = ml_collections.ConfigDict()  # when to capture a prompt again
+  config.refresh.rule = "every_step"  # or "every_n" or "adaptive"
+  config.refresh.every_n = 8  # steps that a kept state serves at most
+  config.refresh.limit_nats = 0.05  # "adaptive": its estimated drift at most
+  config.refresh.witness_tokens = 2048  # of a prompt's end, for the estimate
+  config.refresh.keep_prompts = 1  # states kept, for each replica
+
   config.checkpoint = ml_collections.ConfigDict()
   config.checkpoint.every_steps = 10
   config.checkpoint.keep = 2

@@ -23,5 +23,6 @@ def get_config() -> ml_collections.ConfigDict:
   config.train.capture_chunk_tokens = 1024
   config.train.head_chunk_tokens = 64
   config.train.response_multiple = 32
+  config.refresh.witness_tokens = 256
   config.checkpoint.every_steps = 10
   return config

@@ -6,6 +6,7 @@ import pytest
 
 from experiments import settings
 from experiments.configs import base, tiny
+from experiments.run_settings import load_policy
 from lstraw_jax.policy import make_policy
 from modeling.checkpoints import save_model
 from modeling.presets import preset
@@ -30,6 +31,8 @@ def config(**changes):
         ({"train__group_size": 1}, "train.group_size=1"),
         ({"train__prompt_gradient": "exakt"}, "prompt_gradient='exakt'"),
         ({"train__old_log_probs": "new"}, "old_log_probs='new'"),
+        ({"refresh__rule": "often"}, "refresh.rule='often'"),
+        ({"refresh__limit_nats": 0.0}, "refresh.limit_nats=0.0"),
         ({"train__capture_chunk_tokens": 0}, "capture_chunk_tokens=0"),
         ({"train__replay_block_tokens": 0}, "block_tokens=0"),
         ({"sampling__top_p": 0.9}, "would bias every ratio"),
@@ -103,13 +106,13 @@ def test_an_unknown_setting_is_refused():
 
 def test_a_rank_trains_adapters_alone():
   changed = config(lora__rank=2, lora__targets=("q_proj",))
-  policy = settings.load_policy(changed, settings.read_settings(changed))
+  policy = load_policy(changed, settings.read_settings(changed))
   assert len(jax.tree.leaves(policy.trainable)) == 2
   assert len(jax.tree.leaves(policy.frozen)) > 20
 
 
 def test_the_seed_draws_the_weights_on_any_mesh():
-  draw = lambda **changes: settings.load_policy(
+  draw = lambda **changes: load_policy(
       config(**changes), settings.read_settings(config(**changes))
   )
   first, other = draw(seed=0), draw(seed=1)
@@ -129,7 +132,7 @@ def test_a_checkpoint_takes_the_place_of_the_preset(tmp_path):
       model__param_dtype="float32",
   )
   read = settings.read_settings(changed)
-  policy = settings.load_policy(changed, read)
+  policy = load_policy(changed, read)
   jax.tree.map(np.testing.assert_array_equal, policy, make_policy(model))
 
 

@@ -133,6 +133,40 @@ def check_that_another_config_is_refused(workdir):
   assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.timeout(900)
+def test_a_run_that_keeps_states_goes_on_to_the_same_bits(tmp_path):
+  """Its states are in no checkpoint: each one ends their service."""
+  rng = np.random.default_rng(0)
+  responses = [
+      {"tokens": rng.integers(0, 256, 6).tolist(), "reward": reward}
+      for reward in (0.0, 1.0)
+  ]
+  prompt = rng.integers(0, 256, 50).tolist()
+  line = {"group_id": "a", "prompt_tokens": prompt, "responses": responses}
+  path = tmp_path / "groups.jsonl"
+  path.write_text(json.dumps(line) + "\n")
+  settings = {
+      "data__rollouts": path,
+      "train__prompts_per_step": 1,
+      "objective__kl_coef": 0.0,
+      "checkpoint__every_steps": 2,
+      "refresh__rule": "adaptive",
+      "refresh__limit_nats": 1e9,
+  }
+  unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+  for workdir, steps in ((unbroken, 4), (broken, 2), (broken, 4)):
+    process = run(workdir, train__steps=steps, **settings)
+    assert process.returncode == 0, process.stderr
+  wanted, got = arrays(unbroken, 4), arrays(broken, 4)
+  for name, value in wanted.items():
+    np.testing.assert_array_equal(got[name], value, err_msg=name)
+  for workdir in (unbroken, broken):
+    assert [row["staleness_steps"] for row in rows(workdir)] == [0, 1, 0, 1]
+    assert rows(workdir)[1]["drift_nats"] > 0
+    receipt = json.loads((workdir / "receipt.json").read_text())
+    assert receipt["staleness_steps"] == 1
+
+
 @pytest.mark.parametrize(
     "setting,message",
     [

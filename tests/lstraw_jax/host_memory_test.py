@@ -1,4 +1,4 @@
-"""Keys and values in host memory: the same bits, one layer on the device."""
+"""Keys and values in host memory: the same bits, one block on the device."""
 
 import functools
 
@@ -17,11 +17,11 @@ from modeling.sharding import make_mesh
 from tests import programs, tiny
 
 CONFIG = tiny.config(dtype="float32")
-CHUNK, CAPACITY, CONTEXT = 8, 40, 4
+CHUNK, CAPACITY, CONTEXT = 8, 4096, 4  # two blocks of 512 slots a shard
 REPLAY = ReplayConfig(block_tokens=8)
 SAMPLING = SamplingConfig(max_tokens=5)
 KINDS = ("device", "pinned_host")
-LAYER = (1, CAPACITY, CONFIG.num_key_value_heads, CONFIG.head_dim)
+BLOCK = (1, 1, 512, CONFIG.num_key_value_heads, CONFIG.head_dim)
 
 
 @functools.cache
@@ -58,7 +58,13 @@ def crossings(jaxpr) -> list[tuple]:
 def traced(stage, kind):
   """Returns a stage traced behind a prompt state of that kind."""
   ours = policy()
-  state = capture(ours, [tiny.tokens(38)], chunk_tokens=CHUNK, memory_kind=kind)
+  state = capture(
+      ours,
+      [tiny.tokens(38)],
+      chunk_tokens=CHUNK,
+      capacity=CAPACITY,
+      memory_kind=kind,
+  )
   match stage:
     case "capture":
       tokens = np.zeros((1, CHUNK), np.int32)
@@ -79,7 +85,11 @@ def test_every_result_is_bitwise_that_of_device_memory():
   for kind in KINDS:
     ours = policy()
     state = capture(
-        ours, [tiny.tokens(38)], chunk_tokens=CHUNK, memory_kind=kind
+        ours,
+        [tiny.tokens(38)],
+        chunk_tokens=CHUNK,
+        capacity=CAPACITY,
+        memory_kind=kind,
     )
     for leaf in jax.tree.leaves(state.slots):
       assert leaf.sharding.memory_kind == kind
@@ -98,14 +108,14 @@ def test_every_result_is_bitwise_that_of_device_memory():
 
 
 @pytest.mark.parametrize("stage", ["capture", "replay", "sample"])
-def test_one_layer_at_a_time_comes_to_the_device(stage):
+def test_one_block_of_a_layer_at_a_time_comes_to_the_device(stage):
   """And of what a chunk writes, its own slots go back."""
-  read = ("Host", "Device", LAYER)
+  read = ("Host", "Device", BLOCK)
   share = CHUNK // CONTEXT
-  own = (CONFIG.num_blocks, 1, share, *LAYER[2:])
-  # Keys and values; replay walks blocks forwards, then rebuilds each graph
-  # and recomputes it layer by layer.
-  times = {"capture": 2, "replay": 6, "sample": 2}[stage]
+  own = (CONFIG.num_blocks, 1, share, *BLOCK[3:])
+  # Keys and values; replay walks blocks forwards, rebuilds each graph,
+  # recomputes it layer by layer, and reads them for the gradient.
+  times = {"capture": 2, "replay": 8, "sample": 2}[stage]
   wanted = [read] * times
   if stage == "capture":
     wanted += [("Host", "Device", own), ("Device", "Host", own)] * 2
@@ -145,7 +155,7 @@ def test_capture_writes_host_slots_in_place():
   assert state.slots.k.is_deleted() and where(after.slots.k) == before
 
 
-def test_staged_layers_are_not_kept_for_the_backward_pass():
+def test_staged_blocks_are_not_kept_for_the_backward_pass():
   """Replay's temporaries do not grow with the layers' slots."""
   temporaries = {}
   for layers in (6, 12):

@@ -26,7 +26,7 @@ FIELDS = {
     "seconds",
     "peak_bytes",
     "peak_source",
-    "rewards",
+    "curve",
 }
 
 
@@ -40,7 +40,8 @@ def write(path, **changes):
       seconds={"capture": 1.0, "replay": 3.0},
       peak_bytes=2**30,
       peak_source="process",
-      rewards=[0.0, 0.0, 0.0, 0.0, 1.0, 1.0],
+      curve_field="reward_mean",
+      curve=[0.0, 0.0, 0.0, 0.0, 1.0, 1.0],
   )
   return receipt.write_receipt(path, **(values | changes))
 
@@ -74,7 +75,8 @@ def test_numbers_are_summed_up(tmp_path):
           "replay": {"seconds": 3.0, "share": 0.75},
       },
   }
-  assert made["rewards"] == {
+  assert made["curve"] == {
+      "field": "reward_mean",
       "updates": 6,
       "first_five": pytest.approx(0.2),
       "last_five": pytest.approx(0.4),
@@ -85,8 +87,8 @@ def test_numbers_are_summed_up(tmp_path):
 
 
 def test_a_run_without_an_update_has_a_receipt(tmp_path):
-  made = write(tmp_path / "receipt.json", seconds={}, rewards=[], steps=0)
-  assert made["rewards"]["first_five"] is None
+  made = write(tmp_path / "receipt.json", seconds={}, curve=[], steps=0)
+  assert made["curve"]["first_five"] is None
   assert made["seconds"] == {"total": 0, "phases": {}}
   made = write(tmp_path / "receipt.json", seconds={"capture": 0.0})
   assert made["seconds"]["phases"]["capture"]["share"] == 0.0
@@ -94,10 +96,10 @@ def test_a_run_without_an_update_has_a_receipt(tmp_path):
 
 def test_what_is_not_finite_is_text(tmp_path):
   path = tmp_path / "receipt.json"
-  write(path, config={"clip": math.inf, "x": [math.nan]}, rewards=[math.nan])
+  write(path, config={"clip": math.inf, "x": [math.nan]}, curve=[math.nan])
   strict = json.loads(path.read_text(), parse_constant=pytest.fail)
   assert strict["config"] == {"clip": "inf", "x": ["nan"]}
-  assert strict["rewards"]["last_five"] == "nan"
+  assert strict["curve"]["last_five"] == "nan"
 
 
 @pytest.mark.parametrize(

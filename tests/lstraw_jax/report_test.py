@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lstraw_jax import report
+from lstraw_jax import tables
 from lstraw_jax.metrics import PhaseClock
 from lstraw_jax.report import Report
+from lstraw_jax.tables import GRPO
 from tests.update_rows import MIB, row
 
 
@@ -23,7 +24,7 @@ def shown(rows, *, width=80, terminal=False):
   """Returns the lines that a run of these rows prints."""
   file = io.StringIO()
   console = Console(file=file, width=width, force_terminal=terminal)
-  with Report(step=0, steps=len(rows), console=console) as table:
+  with Report(GRPO, step=0, steps=len(rows), console=console) as table:
     for each in rows:
       table("capture", 1, 2)
       table.add(each)
@@ -42,8 +43,8 @@ def test_a_file_gets_aligned_rows_without_control_characters():
   lines = output.splitlines()
   header, first = lines[3], lines[4]
   assert " ".join(first.split()) == (
-      "1 -1.5e-8 0.8125 1.000 1.050 12% 2e-3 5.500 1.250 - 2.0k"
-      " 3.0 1.0 - 1.0 - - 1.5G"
+      "1 -1.5e-8 0.8125 1.000 1.050 12% 2e-3 5.500 1.250 - 3 0.015"
+      " 2.0k 3.0 1.0 - 1.0 - - 1.5G"
   )
   assert header.split()[:3] == ["step", "loss", "reward"]
   assert len(header.split()) == len(first.split())
@@ -82,7 +83,7 @@ def test_eighty_columns_keep_what_matters():
 def test_the_live_line_shows_where_the_update_is():
   file = io.StringIO()
   console = Console(file=file, width=80, force_terminal=True)
-  with Report(step=3, steps=20, console=console) as table:
+  with Report(GRPO, step=3, steps=20, console=console) as table:
     table("capture", 3, 9)
   last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue()).split("\r")
   assert any(re.match("update 4/20: capture chunk .* 3/9 ", x) for x in last)
@@ -91,7 +92,7 @@ def test_the_live_line_shows_where_the_update_is():
 
 def test_the_line_goes_on_to_the_next_update():
   console = Console(file=io.StringIO(), width=80, force_terminal=True)
-  with Report(step=3, steps=5, console=console) as table:
+  with Report(GRPO, step=3, steps=5, console=console) as table:
     table.add(row(4))
     assert table._line.tasks[0].description.startswith("update 5/5")
     table.add(row(5))
@@ -100,7 +101,7 @@ def test_the_line_goes_on_to_the_next_update():
 
 def test_progress_comes_from_any_thread():
   console = Console(file=io.StringIO(), width=80, force_terminal=True)
-  with Report(step=0, steps=1, console=console) as table:
+  with Report(GRPO, step=0, steps=1, console=console) as table:
 
     def work():
       for done in range(1, 101):
@@ -120,7 +121,7 @@ def test_progress_comes_from_any_thread():
 def test_a_program_with_a_report_in_it_is_compiled_once():
   traces = itertools.count()
   console = Console(file=io.StringIO(), width=80, force_terminal=True)
-  table = Report(step=0, steps=1, console=console)
+  table = Report(GRPO, step=0, steps=1, console=console)
 
   @partial(jax.jit, static_argnames="progress")
   def program(x, progress):
@@ -141,7 +142,7 @@ def test_a_program_with_a_report_in_it_is_compiled_once():
 )
 def test_a_number_fits_and_keeps_its_size(value, width):
   width += value < 0
-  text = report._number(value, width)
+  text = tables._number(value, width)
   assert len(text) <= width
   error = 0.06 if "e" not in text else 0.5
   assert float(text) == pytest.approx(value, rel=error)
@@ -150,22 +151,22 @@ def test_a_number_fits_and_keeps_its_size(value, width):
 @pytest.mark.parametrize(
     ("text", "shown_as"),
     [
-        (report._number(None, 5), "-"),
-        (report._number(0.0, 5), "0"),
-        (report._number(0.6931, 5), "0.693"),
-        (report._number(12345.6, 5), "12346"),
-        (report._number(123456.0, 5), "1.2e5"),
-        (report._number(-1.23e-10, 7), "-1e-10"),
-        (report._scaled(7.46, 1000), "7.5"),
-        (report._scaled(999.6, 1000), "1.0k"),
-        (report._scaled(130 * MIB, 1024), "130M"),
-        (report._scaled(1000 * MIB, 1024), "1.0G"),
-        (report._duration(9.96), "10"),
-        (report._duration(999.0), "999"),
-        (report._duration(1500.0), "25m"),
-        (report._duration(3 * 3600.0), "3h"),
-        (report._percent(0.004), "0.4%"),
-        (report._percent(1.0), "100%"),
+        (tables._number(None, 5), "-"),
+        (tables._number(0.0, 5), "0"),
+        (tables._number(0.6931, 5), "0.693"),
+        (tables._number(12345.6, 5), "12346"),
+        (tables._number(123456.0, 5), "1.2e5"),
+        (tables._number(-1.23e-10, 7), "-1e-10"),
+        (tables._scaled(7.46, 1000), "7.5"),
+        (tables._scaled(999.6, 1000), "1.0k"),
+        (tables._scaled(130 * MIB, 1024), "130M"),
+        (tables._scaled(1000 * MIB, 1024), "1.0G"),
+        (tables._duration(9.96), "10"),
+        (tables._duration(999.0), "999"),
+        (tables._duration(1500.0), "25m"),
+        (tables._duration(3 * 3600.0), "3h"),
+        (tables._percent(0.004), "0.4%"),
+        (tables._percent(1.0), "100%"),
     ],
 )
 def test_cells_are_short(text, shown_as):
@@ -175,7 +176,7 @@ def test_cells_are_short(text, shown_as):
 def test_a_watchdog_is_told_all_that_the_line_shows():
   told, file = [], io.StringIO()
   with Report(
-      step=2, steps=60, console=Console(file=file), beat=told.append
+      GRPO, step=2, steps=60, console=Console(file=file), beat=told.append
   ) as table:
     clock = PhaseClock(begin=table.begin)
     with clock.phase("capture"):
@@ -193,6 +194,6 @@ def test_a_watchdog_is_told_all_that_the_line_shows():
 
 def test_all_processes_but_one_print_nothing(capsys):
   for shown in (False, True):
-    with Report(step=0, steps=1, shown=shown) as table:
+    with Report(GRPO, step=0, steps=1, shown=shown) as table:
       table.add(row(1))
     assert bool(capsys.readouterr().out) == shown

@@ -6,7 +6,9 @@ import os
 
 import pytest
 
-from lstraw_jax.run_log import append_row, truncate_after
+from lstraw_jax.metrics import PeakMemory
+from lstraw_jax.run_log import append_row, make_row, truncate_after
+from lstraw_jax.sft_step import SftMetrics
 from lstraw_jax.train_step import UpdateMetrics
 from tests.update_rows import row
 
@@ -20,6 +22,19 @@ def test_a_row_holds_all_that_is_known():
   assert made["sampler_gap_nats"] is None
   assert json.loads(json.dumps(made, allow_nan=False)) == made
   assert set(UpdateMetrics._fields) - {"tokens"} < set(made)
+
+
+def test_a_row_of_supervised_training_has_its_own_fields():
+  metrics = SftMetrics(loss=2.5, grad_norm=1.0, tokens=90, loss_tokens=40)
+  made = make_row(
+      metrics,
+      step=3,
+      tokens=90,
+      seconds={"capture": 1.0, "prompt": 2.0},
+      peak=PeakMemory(7, "process"),
+  )
+  assert made.items() > metrics._asdict().items()
+  assert made["tokens_per_s"] == 30.0
 
 
 def test_rows_on_disk_are_cut_back_to_the_restored_step(tmp_path):

@@ -259,6 +259,114 @@ def test_no_buffer_holds_all_scores(x64):
   assert not programs.buffers_with(compiled, 1031, 2053)
 
 
+@functools.partial(jax.jit, static_argnames="implementation")
+def stored_gradients(q, k, v, sums, rest, *, layer, implementation=None):
+  """Gradient to q, and the sums, of a loss on one of several stored layers."""
+
+  def weighed(q, sink):
+    part, sink = op.stored_attention(
+        q,
+        k,
+        v,
+        sink,
+        layer=layer,
+        scale=SCALE,
+        **rest,
+        implementation=implementation,
+    )
+    rng = np.random.default_rng(1)
+    lse = jnp.where(jnp.isfinite(part.lse), part.lse, 0.0)
+    total = (part.out * rng.normal(size=part.out.shape)).sum()
+    return total + (lse * rng.normal(size=lse.shape)).sum(), sink
+
+  none = jax.tree.map(jnp.zeros_like, sums)
+  _, pull_back = jax.vjp(weighed, q, none)
+  return pull_back((jnp.ones(()), sums))
+
+
+def stored(inputs, *, layers=3, layer=1):
+  """Puts keys and values among those of other layers."""
+  rng = np.random.default_rng(7)
+  put = (
+      lambda x: jnp.asarray(rng.normal(size=(layers, *x.shape)))
+      .at[layer]
+      .set(x)
+  )
+  return put(inputs["k"]), put(inputs["v"])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("s", [512, 700, 5])
+def test_a_stored_layer_adds_its_gradient_to_the_sums(x64, s, implementation):
+  """To its own layer's alone, on top of what is there; 700 is no block's."""
+  inputs = problem(rows=2, share=2, s=s)
+  q, k, v = (inputs[name] for name in "qkv")
+  rest = {n: inputs[n] for n in ("q_positions", "k_positions")}
+  plain = inputs | {"scale": SCALE}
+  del plain["q"], plain["k"], plain["v"]
+  wanted = jax.jit(
+      jax.grad(partial(loss, rest=plain, implementation="reference"), (0, 1, 2))
+  )(q, k, v)
+  stack = stored(inputs)
+  rng = np.random.default_rng(8)
+  sums = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), stack)
+  d_q, found = stored_gradients(
+      q, *stack, sums, rest, layer=jnp.int32(1), implementation=implementation
+  )
+  chex.assert_trees_all_close(
+      (d_q, *(x[1] - y[1] for x, y in zip(found, sums, strict=True))),
+      wanted,
+      atol=FLOAT64_TOLERANCE,
+      rtol=0,
+  )
+  for x, y in zip(found, sums, strict=True):
+    np.testing.assert_array_equal(x[::2], y[::2])
+
+
+def test_sums_have_the_dtype_of_the_sink():
+  """And bfloat16 sums are rounded at each addition, not before it."""
+  inputs = problem(s=700)
+  narrow = lambda x: x.astype(jnp.bfloat16)
+  q, rest = narrow(inputs["q"]), {
+      n: inputs[n] for n in ("q_positions", "k_positions")
+  }
+  stack = tuple(map(narrow, stored(inputs)))
+  found = {}
+  for dtype in (jnp.float32, jnp.bfloat16):
+    sums = jax.tree.map(lambda x, d=dtype: jnp.zeros(x.shape, d), stack)
+    _, found[dtype] = stored_gradients(
+        q, *stack, sums, rest, layer=jnp.int32(1)
+    )
+    assert all(x.dtype == dtype for x in found[dtype])
+  for exact, rounded in zip(*found.values(), strict=True):
+    np.testing.assert_array_equal(narrow(exact), rounded)
+
+
+def test_no_second_array_of_the_keys_size_exists():
+  """Not of keys, of their gradient, nor of the stand-ins; nor of one layer."""
+  layers = 3
+  shape = jax.ShapeDtypeStruct
+  f32, i32 = jnp.float32, jnp.int32
+
+  def compiled(slots):
+    kv = (shape((layers, 1, slots, 2, 24), f32),) * 2
+    positions = dict(
+        q_positions=shape((1, 16), i32), k_positions=shape((1, slots), i32)
+    )
+    run = jax.jit(stored_gradients, donate_argnums=3)
+    lowered = run.lower(
+        shape((1, 16, 6, 24), f32), *kv, kv, positions, layer=shape((), i32)
+    )
+    return lowered.compile()
+
+  small, large = compiled(4099), compiled(4 * 4099)
+  one_layer = 4 * 4099 * 2 * 24 * 4
+  growth = programs.temp_bytes(large) - programs.temp_bytes(small)
+  assert growth < 0.01 * one_layer, growth
+  alias = large.memory_analysis().alias_size_in_bytes
+  assert alias == 2 * layers * one_layer
+
+
 def test_bfloat16_keys_are_accumulated_in_float32():
   inputs = problem()
   narrow = {

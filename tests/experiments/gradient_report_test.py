@@ -1,0 +1,188 @@
+"""The binary as a user runs it: in a process of its own."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from experiments import gradient_report
+from experiments.configs import tiny
+from experiments.settings import read_settings
+
+ROOT = pathlib.Path(__file__).parents[2]
+SMALL = {
+    "sampling.max_tokens": 16,
+    "train.group_size": 6,  # of two, all rewards may well be 0
+    "train.capture_chunk_tokens": 64,
+    "train.response_multiple": 16,
+    "train.head_chunk_tokens": 8,
+    "capture.boundary_every": 2,
+}
+FIELDS = {
+    "family",
+    "parameters",
+    "cosine",
+    "relative_l2",
+    "norm_ratio",
+    "exact_norm",
+    "bfloat16_relative_l2",
+}
+
+
+def run(workdir, *flags, timeout=500, **settings):
+  settings = SMALL | {k.replace("__", "."): v for k, v in settings.items()}
+  return subprocess.run(
+      [
+          sys.executable,
+          "-m",
+          "experiments.gradient_report",
+          "--config=experiments/configs/tiny.py",
+          f"--workdir={workdir}",
+          *(f"--config.{name}={value}" for name, value in settings.items()),
+          *flags,
+      ],
+      cwd=ROOT,
+      capture_output=True,
+      text=True,
+      timeout=timeout,
+  )
+
+
+def write_groups(path, rewards=(0.0, 1.0)):
+  group = {
+      "group_id": "mine",
+      "prompt_tokens": list(range(20)),
+      "responses": [
+          {"tokens": [4, 5 + i, 6], "reward": reward}
+          for i, reward in enumerate(rewards)
+      ],
+  }
+  path.write_text(json.dumps(group) + "\n")
+  return path
+
+
+def read(workdir):
+  text = (workdir / "gradient_report.json").read_text()
+  return json.loads(text, parse_constant=pytest.fail)
+
+
+@pytest.mark.timeout(600)
+def test_each_length_has_a_report(tmp_path):
+  ended = run(tmp_path, "--prompt_tokens=150,200")
+  assert ended.returncode == 0, ended.stderr
+  found = read(tmp_path)
+  assert found["seed"] == 0 and found["config"]["train"]["group_size"] == 6
+  assert found["versions"]["jax"] and "git" in found
+  assert [r["prompt_tokens"] for r in found["reports"]] == [[150], [200]]
+  for report in found["reports"]:
+    rows = {row["family"]: row for row in report["families"]}
+    assert all(row.keys() == FIELDS for row in report["families"])
+    assert rows["all"]["parameters"] == 236372
+    assert rows["head"]["relative_l2"] == 0 < rows["k"]["relative_l2"]
+    assert 1e-5 < rows["all"]["bfloat16_relative_l2"] < 1e-2
+    assert report["seconds"].keys() == {"capture", "respond", "compare"}
+    assert len(report["rewards"][0]) == 6
+    k = rows["k"]
+    for value in (f"{k['cosine']:.4f}", f"{k['exact_norm']:.2e}"):
+      assert value in ended.stdout
+  assert "150 tokens, text-0" in ended.stdout
+  assert "does not use: optimizer, checkpoint" in ended.stdout
+  assert "\x1b" not in ended.stdout, "control characters in a file"
+  assert (tmp_path / "gradient_report.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(600)
+def test_groups_of_a_file_with_adapters_that_are_new(tmp_path):
+  ended = run(
+      tmp_path / "run",
+      data__rollouts=write_groups(tmp_path / "groups.jsonl"),
+      lora__rank=2,
+      objective__kl_coef=0.1,
+  )
+  assert ended.returncode == 0, ended.stderr
+  (report,) = read(tmp_path / "run")["reports"]
+  assert report["group_ids"] == ["mine"]
+  assert report["prompt_tokens"] == [20]
+  assert report["rewards"] == [[0.0, 1.0]]
+  assert "score" in report["seconds"]
+  rows = {row["family"]: row for row in report["families"]}
+  assert rows["q B"]["cosine"] is not None
+  # B is zero at first, and so is the gradient of A.
+  assert rows["q A"]["cosine"] is None and rows["q A"]["exact_norm"] == 0
+  assert rows["all"]["exact_norm"] > 0
+
+
+@pytest.mark.timeout(600)
+def test_equal_rewards_are_refused(tmp_path):
+  ended = run(
+      tmp_path / "run",
+      data__rollouts=write_groups(tmp_path / "groups.jsonl", (0.5, 0.5)),
+  )
+  assert ended.returncode == 1
+  assert ended.stderr.startswith("error: groups ['mine'] of [20] prompt tokens")
+  assert "Take another seed" in ended.stderr
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def lengths(monkeypatch):
+  """Returns what gives the lengths of the turns, from the text of the flag."""
+
+  def parse(text, **data):
+    config = tiny.get_config()
+    config.data.update(data)
+    given = None if text is None else text.split(",") if text else []
+    monkeypatch.setattr(
+        gradient_report, "_PROMPT_TOKENS", mock.Mock(value=given)
+    )
+    turns = gradient_report._turns(config, read_settings(config))
+    return [request.prompts[0].size for request, _ in turns]
+
+  return parse
+
+
+def test_lengths_are_those_of_the_flag_or_of_the_config(lengths):
+  assert lengths("24,8,4096") == [24, 8, 4096]
+  assert lengths(None) == [4096]
+  assert lengths(None, prompt_tokens=50) == [50]
+
+
+@pytest.mark.parametrize("text", ["abc", "8,1.5", "0", "1", "-8", "", "8,9,8"])
+def test_other_lengths_are_refused(lengths, text):
+  message = f"--prompt_tokens={text}: want different integers >= 2"
+  with pytest.raises(ValueError, match=re.escape(message)):
+    lengths(text)
+
+
+def test_a_file_and_lengths_are_refused(lengths):
+  with pytest.raises(ValueError, match=r"--prompt_tokens=8: .*'x.jsonl' have"):
+    lengths("8", rollouts="x.jsonl")
+  with pytest.raises(ValueError, match="prompt_tokens=99999999: want 1"):
+    lengths("8,99999999")
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_prompts_of_an_update_are_numbered_as_in_training(monkeypatch, data):
+  monkeypatch.setattr(gradient_report, "_PROMPT_TOKENS", mock.Mock(value=None))
+  config = tiny.get_config()
+  config.mesh.data = data
+  config.train.prompts_per_step = 4
+  turns = gradient_report._turns(config, read_settings(config))
+  assert [len(request.prompts) for request, _ in turns] == [data] * (4 // data)
+  np.testing.assert_array_equal(
+      np.concatenate([indices for _, indices in turns]), np.arange(4)
+  )
+
+
+@pytest.mark.parametrize("flag", ["--prompt_tokens=abc", "--prompt_tokens="])
+def test_a_mistake_is_answered_in_a_line(tmp_path, flag):
+  ended = run(tmp_path / "run", flag)
+  assert ended.returncode == 1
+  (line,) = ended.stderr.splitlines()
+  assert line.startswith(f"error: {flag}: want different integers")
+  assert not (tmp_path / "run").exists()

@@ -1,0 +1,76 @@
+"""Every weight is of exactly one family."""
+
+import pytest
+
+from lstraw_jax import gradient_families
+from lstraw_jax.gradient_families import FAMILIES, by_family
+from lstraw_jax.named_leaves import named_leaves
+from lstraw_jax.policy import make_policy
+from modeling.qwen3_5 import abstract_model
+from tests import tiny
+
+PROJECTIONS = [
+    "q", "k", "v", "o", "GDN qkv", "GDN z", "GDN b, a", "GDN out"
+]  # fmt: skip
+ADAPTED = {"lora": tiny.ALL_ADAPTERS}
+SHARED = ["embedding", *PROJECTIONS, "conv", "decay", "norms"]
+
+
+def leaves(name="tiny", **changes):
+  model = abstract_model(tiny.config(name, dtype="float32", **changes))
+  return named_leaves(make_policy(model).trainable)
+
+
+def adapted(families):
+  return [f"{family} {end}" for family in families for end in "AB"]
+
+
+@pytest.mark.parametrize(
+    "kind,changes,families",
+    [
+        ("tiny", {}, [*SHARED, "MLP", "head"]),
+        ("tiny", {"tie_word_embeddings": True}, [*SHARED, "MLP"]),
+        (
+            "tiny-moe",
+            {},
+            [*SHARED, "router", "experts", "shared expert", "head"],
+        ),
+        ("tiny", ADAPTED, adapted([*PROJECTIONS, "MLP", "head"])),
+        ("tiny-moe", ADAPTED, adapted([*PROJECTIONS, "shared expert", "head"])),
+    ],
+)
+def test_families_part_all_weights(kind, changes, families):
+  names = list(leaves(kind, **changes))
+  found = by_family(names)
+  assert list(found) == families
+  assert sorted(name for group in found.values() for name in group) == sorted(
+      names
+  )
+
+
+def test_the_families_of_a_mixture_hold_what_they_say():
+  found = by_family(leaves("tiny-moe"))
+  ends = lambda family: {
+      name.partition(".mlp.")[2]
+      for name in found[family]
+      if ".full_layer." in name
+  }
+  assert ends("router") == {"gate"}
+  assert ends("experts") == {"gate_up_proj", "down_proj"}
+  assert ends("shared expert") == {
+      "shared_expert_gate.kernel",
+      *(f"shared_expert.{x}_proj.kernel" for x in ("gate", "up", "down")),
+  }
+  assert len(found["norms"]) == 8  # four of a full layer, three, and the last
+
+
+def test_a_weight_of_no_family_is_refused_by_name():
+  with pytest.raises(ValueError, match=r"'blocks.x.indexer.wq' is of .*\[\]"):
+    by_family(["embed_tokens", "blocks.x.indexer.wq"])
+
+
+def test_a_weight_of_two_families_is_refused(monkeypatch):
+  twice = {**FAMILIES, "second": ("lm_head.kernel",)}
+  monkeypatch.setattr(gradient_families, "FAMILIES", twice)
+  with pytest.raises(ValueError, match=r"\['head', 'second'\]: want exactly"):
+    by_family(["lm_head.kernel"])
