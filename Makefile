@@ -43,7 +43,7 @@ test-next:  ## run the tests on Python 3.12 with jax 0.11, where there is one
 
 run-next: $(STAMP)-test
 	@$(BIN)/python -c 'import jax; assert jax.__version__.startswith("0.11.")'
-	$(PYTEST) -m "not reference and not every_cell" $(ARGS)
+	$(PYTEST) -m "not reference and not first_class" $(ARGS)
 
 lint: $(STAMP)-lint  ## check style and types
 	$(BIN)/ruff check $(SOURCES)

@@ -116,7 +116,7 @@ def empty_prompt_state(
     chunk_tokens: tokens of a frame; a multiple of the mesh's `context`.
     batch: rows; a multiple of the mesh's `data`.
     memory_kind: where the slots lie. Those in "pinned_host" memory are staged
-      to the device one layer at a time.
+      to the device one block of a layer at a time.
 
   Raises:
     ValueError: if a number is no such multiple, or the backend has no such

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.prefix_attention.reference import Sink, visible
-from pallas_kernels.shapes import wide, wide_dtype
+from pallas_kernels.shapes import wide_dtype
 from pallas_kernels.staging import put_like, stage
 from pallas_kernels.varying import vary_like
 
@@ -167,7 +167,7 @@ class _Blocks:
   def add(self, index, sums, block):
     """Adds [B, size, N, ...] to sums of all layers, in place."""
     start = self._start(index)
-    new = wide(self._read(sums, start)) + block[None]
+    new = self._read(sums, start).astype(block.dtype) + block[None]
     new = put_like(new.astype(sums.dtype), sums)
     return jax.lax.dynamic_update_slice(sums, new, self._at(start))
 

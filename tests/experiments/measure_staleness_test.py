@@ -8,6 +8,8 @@ import sys
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.first_class
+
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {
     "data.prompt_tokens": 128,

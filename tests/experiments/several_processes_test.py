@@ -22,6 +22,8 @@ SMALL = {
     "sampling.max_tokens": 8,
     "train.steps": 3,
     "train.group_size": 4,
+    "train.prompt_gradient": "exact",
+    "capture.boundary_every": 2,
     "train.prompts_per_step": 2,
     "train.capture_chunk_tokens": 32,
     "train.replay_block_tokens": 8,

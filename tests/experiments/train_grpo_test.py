@@ -134,6 +134,7 @@ def check_that_another_config_is_refused(workdir):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.first_class
 def test_a_run_that_keeps_states_goes_on_to_the_same_bits(tmp_path):
   """Its states are in no checkpoint: each one ends their service."""
   rng = np.random.default_rng(0)

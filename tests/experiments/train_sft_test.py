@@ -57,6 +57,7 @@ def rows_of(workdir):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.first_class
 def test_training_learns_and_a_resumed_run_has_the_same_bits(tmp_path):
   source = {"data.sequences": write_sequences(tmp_path / "sequences.jsonl")}
   unbroken, resumed = tmp_path / "unbroken", tmp_path / "resumed"

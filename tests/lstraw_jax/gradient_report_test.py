@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +17,8 @@ from lstraw_jax.replay import ReplayConfig, replay
 from lstraw_jax.state_cotangent import zero_cotangent
 from modeling.sharding import make_mesh
 from tests import tiny
+
+pytestmark = pytest.mark.first_class
 
 TOLERANCE = 1e-10  # float64, of ratios
 CONFIG = tiny.config()
@@ -37,13 +38,6 @@ NAMED = {
     "head": lambda name: name.startswith("lm_head"),
     "all": lambda name: True,
 }
-
-
-@pytest.fixture
-def float64(x64):
-  """Adds bfloat16 sums to float64 terms, which strict promotion refuses."""
-  with jax.numpy_dtype_promotion("standard"):
-    yield
 
 
 def captured(policy):
@@ -91,7 +85,7 @@ def flat(leaves, belongs):
   return np.concatenate([x.ravel() for k, x in leaves.items() if belongs(k)])
 
 
-def test_rows_are_what_numpy_says(float64):
+def test_rows_are_what_numpy_says(x64):
   rows = reported()
   dropped, exact = apart()
   _, rounded = apart(dtype="bfloat16")
@@ -115,7 +109,7 @@ def test_rows_are_what_numpy_says(float64):
   assert sum(r.parameters for r in rows.values()) == 2 * rows["all"].parameters
 
 
-def test_the_gradient_through_the_prompt_and_bfloat16_sums_both_tell(float64):
+def test_the_gradient_through_the_prompt_and_bfloat16_sums_both_tell(x64):
   rows = reported()
   print(rows["all"])
   for family in ("all", "k", "v", "GDN qkv"):
@@ -126,14 +120,14 @@ def test_the_gradient_through_the_prompt_and_bfloat16_sums_both_tell(float64):
   assert abs(rows["head"].cosine - 1) < TOLERANCE
 
 
-def test_sums_in_the_same_dtype_have_no_error(float64, monkeypatch):
+def test_sums_in_the_same_dtype_have_no_error(x64, monkeypatch):
   monkeypatch.setattr(module, "_COMPARED", "float32")
   rows = report(tiny.policy(CONFIG))
   assert {row.bfloat16_relative_l2 for row in rows.values()} == {0.0}
   assert rows["all"].relative_l2 == reported()["all"].relative_l2
 
 
-def test_a_gradient_of_zero_has_no_ratios(float64):
+def test_a_gradient_of_zero_has_no_ratios(x64):
   rollouts = [dataclasses.replace(r, reward=0.0) for r in GROUP.rollouts]
   rows = report(
       tiny.policy(CONFIG),
@@ -156,7 +150,7 @@ def test_a_gradient_that_is_not_finite_is_refused_by_family():
     module._row("conv", 3, [bad], [np.float32(0.0)], 2)
 
 
-def test_a_mesh_gives_the_same_rows(float64):
+def test_a_mesh_gives_the_same_rows(x64):
   mesh = make_mesh(data=2, context=2, tensor=2)
   found = report(tiny.policy(CONFIG, mesh=mesh))
   for family, wanted in reported().items():

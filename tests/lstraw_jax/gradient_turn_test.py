@@ -16,6 +16,8 @@ from lstraw_jax.train_state import make_train_state
 from lstraw_jax.train_step import Request, UpdateConfig, train_step
 from tests import tiny
 
+pytestmark = pytest.mark.first_class
+
 TOLERANCE = 1e-10  # float64, relative
 SEED = 7
 UPDATE = UpdateConfig(
@@ -60,22 +62,21 @@ def turn(group, keys, *, index=0):
 
 
 def test_keys_and_gradient_are_those_of_the_first_update(x64):
-  with jax.numpy_dtype_promotion("standard"):  # float64 on bfloat16 sums
-    keys = []
-    row = turn(GROUP, keys)
-    state = make_train_state(
-        tiny.fresh(tiny.policy(tiny.config())),
-        optax.sgd(0.0),
-        seed=SEED,
-        with_reference=True,
-    )
-    _, metrics = train_step(
-        state,
-        [request(GROUP, keys)],
-        optimizer=optax.sgd(0.0),
-        config=UPDATE,
-        clock=PhaseClock(),
-    )
+  keys = []
+  row = turn(GROUP, keys)
+  state = make_train_state(
+      tiny.fresh(tiny.policy(tiny.config())),
+      optax.sgd(0.0),
+      seed=SEED,
+      with_reference=True,
+  )
+  _, metrics = train_step(
+      state,
+      [request(GROUP, keys)],
+      optimizer=optax.sgd(0.0),
+      config=UPDATE,
+      clock=PhaseClock(),
+  )
   np.testing.assert_array_equal(keys[0], keys[1])
   assert row.family == "all"
   assert abs(row.exact_norm - metrics.grad_norm) < TOLERANCE * row.exact_norm

@@ -146,7 +146,7 @@ SOME_CELLS = ("moe", (1, 8, 1)), ("dense", (2, 2, 2))
         pytest.param(
             *cell,
             id=f"{cell[0]}-{cell[1]}",
-            marks=[] if cell[:2] in SOME_CELLS else pytest.mark.every_cell,
+            marks=[] if cell[:2] in SOME_CELLS else pytest.mark.first_class,
         )
         for cell in EVERY_CELL
     ],

@@ -18,6 +18,8 @@ from tests.large import (
     shapes,
 )
 
+pytestmark = pytest.mark.first_class
+
 
 def nbytes(tree) -> int:
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

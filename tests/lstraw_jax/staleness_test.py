@@ -154,6 +154,7 @@ def test_a_witness_is_the_end_of_each_prompt_whatever_their_lengths(x64):
   np.testing.assert_array_equal(witness.prompts[0], PROMPT[-8:])
 
 
+@pytest.mark.first_class
 def test_on_a_mesh_the_estimate_is_that_of_one_device(x64):
   """Two prompts of different lengths on two replicas of two devices."""
   mesh = make_mesh(data=2, context=2)
