@@ -15,11 +15,11 @@ import time
 
 import numpy as np
 from absl import flags
-from ml_collections import config_flags
 from rich.console import Console
 
 from experiments import command_line
 from experiments.requests import make_requests
+from experiments.run_flags import CONFIG, WORKDIR
 from experiments.run_settings import load_policy
 from experiments.settings import read_settings
 from lstraw_jax.distributed import (
@@ -36,16 +36,10 @@ from lstraw_jax.gradient_turn import report_turn
 from lstraw_jax.metrics import PhaseClock
 from lstraw_jax.watchdog import Watchdog
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Settings of the run, e.g. experiments/configs/tiny.py."
-)
 _PROMPT_TOKENS = flags.DEFINE_list(
     "prompt_tokens",
     None,
     "Prompt lengths, e.g. 512,2048. Default: config.data.prompt_tokens.",
-)
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Run folder. Default: runs/ and the time of the start."
 )
 
 # A report has both gradients, with both dtypes of sums, and takes no step.
@@ -56,14 +50,14 @@ _UNUSED = (
 
 
 def main(_):
-  config = _CONFIG.value
+  config = CONFIG.value
   initialize(DistributedConfig(**config.distributed))
   resolved = json.loads(config.to_json_best_effort())
   check_same_config({**resolved, "--prompt_tokens": _PROMPT_TOKENS.value})
   settings = read_settings(config)
   turns = _turns(config, settings)
   started = time.strftime("runs/gradient_report-%Y%m%d-%H%M%S")
-  workdir, *_ = gather_text(_WORKDIR.value or started)
+  workdir, *_ = gather_text(WORKDIR.value or started)
   say(f"run folder {workdir}\nsettings that a report does not use: {_UNUSED}")
   model = config.model.checkpoint or config.model.preset
   title = f"{model}, lora.rank {config.lora.rank}, seed {config.seed}"
@@ -143,8 +137,6 @@ def _lengths(config) -> list[int]:
     )
   return lengths
 
-
-flags.mark_flag_as_required("config")
 
 if __name__ == "__main__":
   command_line.run(main)

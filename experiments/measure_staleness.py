@@ -16,11 +16,11 @@ import time
 
 import numpy as np
 from absl import flags
-from ml_collections import config_flags
 from rich.console import Console
 
 from experiments import command_line
 from experiments.requests import make_requests
+from experiments.run_flags import CONFIG, WORKDIR
 from experiments.run_settings import load_policy
 from experiments.settings import describe, read_settings
 from lstraw_jax.distributed import (
@@ -37,15 +37,9 @@ from lstraw_jax.receipt import environment, write_json
 from lstraw_jax.staleness_oracle import measure_steps
 from lstraw_jax.staleness_plot import plot_staleness
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Settings of the run, e.g. experiments/configs/tiny.py."
-)
 _STEPS = flags.DEFINE_list("steps", "1,2,4,8", "Steps after which to measure.")
 _RATES = flags.DEFINE_list(
     "learning_rates", None, "Default: config.optimizer.learning_rate."
-)
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Folder. Default: runs/ and the time of the start."
 )
 _HEADER = "   rate step    loss %    drift estimate   estimate s  capture s"
 _ROW = "{:7g} {:4d} {:9.3g} {:8.4f} {:8.4f} {:12.3f} {:10.3f}"
@@ -53,7 +47,7 @@ _ROW = "{:7g} {:4d} {:9.3g} {:8.4f} {:8.4f} {:12.3f} {:10.3f}"
 
 def main(argv):
   del argv
-  config = _CONFIG.value
+  config = CONFIG.value
   initialize(DistributedConfig(**config.distributed))
   steps = _numbers("steps", _STEPS.value, int)
   rates = _RATES.value or [config.optimizer.learning_rate]
@@ -68,7 +62,7 @@ def main(argv):
     )
   request = make_requests(config, settings)(0)[0]
   started = time.strftime("runs/staleness-%Y%m%d-%H%M%S")
-  workdir, *_ = gather_text(_WORKDIR.value or started)
+  workdir, *_ = gather_text(WORKDIR.value or started)
   say(f"folder {workdir}\ndrift, estimate: nats per token\n{_HEADER}")
   console, rows = Console(quiet=not is_primary(), highlight=False), []
   with console.status("start") as line:
@@ -134,8 +128,6 @@ def _numbers(name, texts, kind):
     )
   return numbers
 
-
-flags.mark_flag_as_required("config")
 
 if __name__ == "__main__":
   command_line.run(main)

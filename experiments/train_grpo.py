@@ -15,11 +15,9 @@ listed in `lstraw_jax/run_folder.py`.
 
 import pathlib
 
-from absl import flags
-from ml_collections import config_flags
-
 from experiments import command_line, training
 from experiments.requests import make_requests
+from experiments.run_flags import CONFIG, WORKDIR
 from experiments.run_settings import load_policy
 from experiments.settings import describe, read_settings
 from experiments.start import agree_on_workdir, join_processes
@@ -29,21 +27,14 @@ from lstraw_jax.optimizer import make_optimizer
 from lstraw_jax.train_state import make_train_state
 from lstraw_jax.train_step import make_prompt_states, train_step
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Settings of the run, e.g. experiments/configs/tiny.py."
-)
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Run folder. Default: runs/ and the time of the start."
-)
-
 
 def main(argv):
   del argv
-  config = _CONFIG.value
+  config = CONFIG.value
   join_processes(config)
   settings = read_settings(config)
   requests = make_requests(config, settings)
-  workdir = agree_on_workdir(_WORKDIR.value)
+  workdir = agree_on_workdir(WORKDIR.value)
   rows = train(config, settings, requests, workdir=workdir)
   training.say_outcome(REWARD, rows, seed=config.seed)
 
@@ -85,8 +76,6 @@ def train(config, settings, requests, *, workdir: pathlib.Path):
   )
   return training.train(config, run, workdir=workdir)
 
-
-flags.mark_flag_as_required("config")
 
 if __name__ == "__main__":
   command_line.run(main)

@@ -11,10 +11,8 @@ setting is in `experiments/configs/sft_base.py`.
 
 import pathlib
 
-from absl import flags
-from ml_collections import config_flags
-
 from experiments import command_line, training
+from experiments.run_flags import CONFIG, WORKDIR
 from experiments.run_settings import load_policy
 from experiments.sequences import make_sequences
 from experiments.sft_settings import describe, read_sft_settings
@@ -25,21 +23,14 @@ from lstraw_jax.optimizer import make_optimizer
 from lstraw_jax.sft_step import sft_step
 from lstraw_jax.train_state import make_train_state
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Settings of the run, e.g. experiments/configs/sft.py."
-)
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Run folder. Default: runs/ and the time of the start."
-)
-
 
 def main(argv):
   del argv
-  config = _CONFIG.value
+  config = CONFIG.value
   join_processes(config)
   settings = read_sft_settings(config)
   sequences = make_sequences(config, settings)
-  workdir = agree_on_workdir(_WORKDIR.value)
+  workdir = agree_on_workdir(WORKDIR.value)
   rows = train(config, settings, sequences, workdir=workdir)
   training.say_outcome(LOSS, rows, seed=config.seed)
 
@@ -77,8 +68,6 @@ def train(config, settings, sequences, *, workdir: pathlib.Path):
   )
   return training.train(config, run, workdir=workdir)
 
-
-flags.mark_flag_as_required("config")
 
 if __name__ == "__main__":
   command_line.run(main)
