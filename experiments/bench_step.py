@@ -32,6 +32,7 @@ from rich.table import Table
 from experiments import command_line
 from experiments.gradient_ways import WAYS
 from experiments.random_group import make_problem
+from modeling.presets import preset
 
 _MODEL = flags.DEFINE_string("model", "tiny", "See modeling/presets.py.")
 _SIZES = {
@@ -54,6 +55,9 @@ def main(argv):
   if _WAY.value:
     print(json.dumps(measure(_WAY.value, sizes)))
     return
+  preset(_MODEL.value)  # a mistake is found before anything runs
+  if _JSON.value:
+    pathlib.Path(_JSON.value).touch()
   console = Console()
   with tempfile.TemporaryDirectory() as folder:
     results = {}

@@ -10,9 +10,6 @@ are reported one by one; on a mesh with a `data` axis, as many together as it
 has replicas. What it writes is listed in `lstraw_jax/gradient_folder.py`.
 """
 
-import json
-import time
-
 import numpy as np
 from absl import flags
 from rich.console import Console
@@ -22,14 +19,8 @@ from experiments.requests import make_requests
 from experiments.run_flags import CONFIG, WORKDIR
 from experiments.run_settings import load_policy
 from experiments.settings import read_settings
-from lstraw_jax.distributed import (
-    DistributedConfig,
-    check_same_config,
-    gather_text,
-    initialize,
-    is_primary,
-    say,
-)
+from experiments.start import agree_on_workdir, join_processes, resolved
+from lstraw_jax.distributed import is_primary, say
 from lstraw_jax.gradient_folder import GradientFolder
 from lstraw_jax.gradient_table import gradient_table
 from lstraw_jax.gradient_turn import report_turn
@@ -51,17 +42,14 @@ _UNUSED = (
 
 def main(_):
   config = CONFIG.value
-  initialize(DistributedConfig(**config.distributed))
-  resolved = json.loads(config.to_json_best_effort())
-  check_same_config({**resolved, "--prompt_tokens": _PROMPT_TOKENS.value})
+  join_processes(config, prompt_tokens=_PROMPT_TOKENS.value)
   settings = read_settings(config)
   turns = _turns(config, settings)
-  started = time.strftime("runs/gradient_report-%Y%m%d-%H%M%S")
-  workdir, *_ = gather_text(WORKDIR.value or started)
+  workdir = agree_on_workdir(WORKDIR.value, kind="gradient_report-")
   say(f"run folder {workdir}\nsettings that a report does not use: {_UNUSED}")
   model = config.model.checkpoint or config.model.preset
   title = f"{model}, lora.rank {config.lora.rank}, seed {config.seed}"
-  folder = GradientFolder(workdir, config=resolved, title=title)
+  folder = GradientFolder(workdir, config=resolved(config), title=title)
   report(config, settings, turns, folder)
 
 

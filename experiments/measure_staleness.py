@@ -10,9 +10,6 @@ include compilation. Writes `staleness.json` and `staleness.png`.
 """
 
 import dataclasses
-import json
-import pathlib
-import time
 
 import numpy as np
 from absl import flags
@@ -23,14 +20,8 @@ from experiments.requests import make_requests
 from experiments.run_flags import CONFIG, WORKDIR
 from experiments.run_settings import load_policy
 from experiments.settings import describe, read_settings
-from lstraw_jax.distributed import (
-    DistributedConfig,
-    check_same_config,
-    gather_text,
-    initialize,
-    is_primary,
-    say,
-)
+from experiments.start import agree_on_workdir, join_processes, resolved
+from lstraw_jax.distributed import is_primary, say
 from lstraw_jax.metrics import PhaseClock
 from lstraw_jax.optimizer import make_optimizer
 from lstraw_jax.receipt import environment, write_json
@@ -48,12 +39,10 @@ _ROW = "{:7g} {:4d} {:9.3g} {:8.4f} {:8.4f} {:12.3f} {:10.3f}"
 def main(argv):
   del argv
   config = CONFIG.value
-  initialize(DistributedConfig(**config.distributed))
+  join_processes(config, steps=_STEPS.value, learning_rates=_RATES.value)
   steps = _numbers("steps", _STEPS.value, int)
   rates = _RATES.value or [config.optimizer.learning_rate]
   rates = _numbers("learning_rates", rates, float)
-  resolved = json.loads(config.to_json_best_effort())
-  check_same_config({**resolved, "--steps": steps, "--learning_rates": rates})
   settings = read_settings(config)
   if config.objective.kl_coef:
     raise ValueError(
@@ -61,8 +50,7 @@ def main(argv):
         " is compared has no penalty"
     )
   request = make_requests(config, settings)(0)[0]
-  started = time.strftime("runs/staleness-%Y%m%d-%H%M%S")
-  workdir, *_ = gather_text(WORKDIR.value or started)
+  workdir = agree_on_workdir(WORKDIR.value, kind="staleness-")
   say(f"folder {workdir}\ndrift, estimate: nats per token\n{_HEADER}")
   console, rows = Console(quiet=not is_primary(), highlight=False), []
   with console.status("start") as line:
@@ -70,7 +58,7 @@ def main(argv):
       console.print(_ROW.format(*row.values()))
       rows.append(row)
   if is_primary():
-    _write(pathlib.Path(workdir), config, resolved, rows)
+    _write(workdir, config, rows)
   say(_summary([row for row in rows if row["step"]]))
 
 
@@ -96,9 +84,9 @@ def measure(config, settings, request, steps, rates, show):
       yield {"learning_rate": rate, "step": step, **measured._asdict()}
 
 
-def _write(folder, config, resolved, rows):
+def _write(folder, config, rows):
   folder.mkdir(parents=True, exist_ok=True)
-  source = {**environment(), "config": resolved, "seed": config.seed}
+  source = {**environment(), "config": resolved(config), "seed": config.seed}
   write_json(folder / "staleness.json", {**source, "rows": rows})
   witness = f"witness of {config.refresh.witness_tokens} tokens"
   title = f"{describe(config)}, {witness}"

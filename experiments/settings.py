@@ -10,7 +10,7 @@ from lstraw_jax.objectives import ObjectiveConfig
 from lstraw_jax.refresh import RefreshConfig
 from lstraw_jax.replay import ReplayConfig
 from lstraw_jax.sampling import SamplingConfig
-from lstraw_jax.train_step import UpdateConfig
+from lstraw_jax.update_config import UpdateConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

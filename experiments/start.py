@@ -13,15 +13,22 @@ from lstraw_jax.distributed import (
 )
 
 
-def join_processes(config: Any) -> None:
-  """Finds the other processes of a run and checks that they do the same."""
+def join_processes(config: Any, **flags: Any) -> None:
+  """Finds the other processes of a run and checks that they do the same.
+
+  Args:
+    config: the settings.
+    flags: values of other flags, by name.
+  """
   initialize(DistributedConfig(**config.distributed))
-  check_same_config(resolved(config))
+  named = {f"--{name}": value for name, value in flags.items()}
+  check_same_config({**resolved(config), **named})
 
 
-def agree_on_workdir(given: str | None) -> pathlib.Path:
-  """Returns the run folder, by default one named by the time."""
-  started = time.strftime("runs/%Y%m%d-%H%M%S")  # by each process's clock
+def agree_on_workdir(given: str | None, *, kind: str = "") -> pathlib.Path:
+  """Returns the run folder, by default one named by kind and time."""
+  # By each process's clock.
+  started = time.strftime(f"runs/{kind}%Y%m%d-%H%M%S")
   workdir, *_ = gather_text(given or started)
   return pathlib.Path(workdir)
 

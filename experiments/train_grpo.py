@@ -24,8 +24,9 @@ from experiments.start import agree_on_workdir, join_processes
 from lstraw_jax import tables
 from lstraw_jax.curve_plot import REWARD
 from lstraw_jax.optimizer import make_optimizer
+from lstraw_jax.prompt_states import make_prompt_states
 from lstraw_jax.train_state import make_train_state
-from lstraw_jax.train_step import make_prompt_states, train_step
+from lstraw_jax.train_step import train_step
 
 
 def main(argv):

@@ -24,7 +24,8 @@ from lstraw_jax.run_log import Row, make_row
 from lstraw_jax.sft_step import SftMetrics
 from lstraw_jax.tables import Table
 from lstraw_jax.train_state import TrainState
-from lstraw_jax.train_step import PromptGradient, UpdateMetrics
+from lstraw_jax.update_config import PromptGradient
+from lstraw_jax.update_metrics import UpdateMetrics
 from lstraw_jax.watchdog import Watchdog
 from modeling.checkpoints import save_model
 

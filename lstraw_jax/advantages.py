@@ -4,6 +4,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lstraw_jax.rollouts import RolloutGroup
+
+
+def advantages_of(
+    groups: Sequence[RolloutGroup], *, normalize_std: bool
+) -> list[np.ndarray]:
+  """Returns the advantages of each group, see `group_relative_advantages`."""
+  rewards = [np.array([r.reward for r in g.rollouts]) for g in groups]
+  return [
+      group_relative_advantages(row, normalize_std=normalize_std)
+      for row in rewards
+  ]
+
 
 def group_relative_advantages(
     rewards: Sequence[float] | np.ndarray,

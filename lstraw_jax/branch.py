@@ -4,7 +4,8 @@ A response longer than one block is walked: each block attends to the prompt, to
 the blocks before it and to itself, and takes over their recurrent state.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ from lstraw_jax.log_probs import TokenScores, token_log_probs
 from lstraw_jax.prompt_state import (
     BranchState,
     PromptState,
+    append_to_branch,
     fork,
+    next_positions,
 )
 from lstraw_jax.rollouts import BranchBatch
 from modeling.layer_state import DeltaState, Prefix
@@ -31,19 +34,8 @@ class Block(NamedTuple):
   loss_mask: jax.Array  # [B, C] bool
 
 
-class RunBlock(Protocol):
-  """`run_block` with its settings bound."""
-
-  def __call__(
-      self,
-      model: Qwen3_5,
-      block: Block,
-      *,
-      positions_BT: jax.Array,
-      prefixes: tuple[Prefix, ...],
-      recurrent: DeltaState,
-  ) -> tuple[TokenScores, SegmentDelta]:
-    ...
+# `run_block` with its settings bound.
+RunBlock = Callable[..., tuple[TokenScores, SegmentDelta]]
 
 
 def to_blocks(branch: BranchBatch, *, size: int) -> Block:
@@ -117,6 +109,26 @@ def run_block(
       chunk_tokens=head_chunk_tokens,
   )
   return scores, delta
+
+
+def advance_branch(
+    model: Qwen3_5,
+    prompt: PromptState,
+    branch: BranchState,
+    block: Block,
+    *,
+    run_block: RunBlock,
+) -> tuple[BranchState, TokenScores]:
+  """Runs the block that comes next and adds it to the branch."""
+  positions = next_positions(prompt, branch, valid_BT=block.valid)
+  scores, delta = run_block(
+      model,
+      block,
+      positions_BT=positions,
+      prefixes=(prompt.prefix, branch.prefix),
+      recurrent=branch.recurrent,
+  )
+  return append_to_branch(branch, delta, positions_BT=positions), scores
 
 
 def start_branch(prompt: PromptState, blocks: Block) -> BranchState:

@@ -19,14 +19,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lstraw_jax.branch import Block, RunBlock, start_branch
+from lstraw_jax.branch import Block, RunBlock, advance_branch, start_branch
 from lstraw_jax.gradient_sums import add
 from lstraw_jax.log_probs import TokenScores
 from lstraw_jax.policy import Policy
 from lstraw_jax.prompt_state import (
     BranchState,
     PromptState,
-    append_to_branch,
     next_positions,
 )
 from lstraw_jax.segment_gradient import pull_back_segment
@@ -137,15 +136,7 @@ def _walk(policy, prompt, blocks, run_block):
     return branch, jax.tree.map(lambda x: x[None], branch.recurrent)
 
   def step(branch, block):
-    positions = next_positions(prompt, branch, valid_BT=block.valid)
-    _, delta = run_block(
-        model,
-        block,
-        positions_BT=positions,
-        prefixes=(prompt.prefix, branch.prefix),
-        recurrent=branch.recurrent,
-    )
-    grown = append_to_branch(branch, delta, positions_BT=positions)
+    grown, _ = advance_branch(model, prompt, branch, block, run_block=run_block)
     return grown, branch.recurrent
 
   branch, boundaries = jax.lax.scan(

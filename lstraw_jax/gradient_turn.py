@@ -15,14 +15,15 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lstraw_jax.advantages import group_relative_advantages
+from lstraw_jax.advantages import advantages_of
 from lstraw_jax.capture import Progress, capture_with_tape
 from lstraw_jax.gradient_report import FamilyReport, gradient_report
 from lstraw_jax.metrics import PhaseClock
 from lstraw_jax.policy import Policy
 from lstraw_jax.rollouts import RolloutGroup, bucket, to_branch_batch
-from lstraw_jax.scoring import score
-from lstraw_jax.train_step import Request, UpdateConfig
+from lstraw_jax.scoring import log_probs_behind
+from lstraw_jax.train_step import Request
+from lstraw_jax.update_config import UpdateConfig
 
 
 def report_turn(
@@ -69,7 +70,7 @@ def report_turn(
     groups = request.respond(policy, prompt, _keys(policy, seed, indices))
   branches = to_branch_batch(
       groups,
-      advantages=[_advantages(group, config) for group in groups],
+      advantages=advantages_of(groups, normalize_std=config.normalize_std),
       multiple=config.response_multiple,
       old_log_probs_from_rollouts=config.old_log_probs == "rollouts",
       mesh=policy.mesh,
@@ -84,25 +85,15 @@ def report_turn(
     )
   if config.replay.objective.kl_coef > 0:
     with clock.phase("score"):
-      scores = score(
-          policy,
-          prompt,
-          branches,
-          temperature=config.replay.temperature,
-          block_tokens=config.replay.block_tokens,
-          head_chunk_tokens=config.replay.head_chunk_tokens,
+      log_probs = log_probs_behind(
+          policy, prompt, branches, config=config.replay
       )
-      branches = dataclasses.replace(branches, ref_log_probs=scores.log_probs)
+      branches = dataclasses.replace(branches, ref_log_probs=log_probs)
   with clock.phase("compare"):
     rows = gradient_report(
         policy, prompt, tape, branches, config=config.replay, progress=progress
     )
   return groups, rows
-
-
-def _advantages(group: RolloutGroup, config: UpdateConfig) -> np.ndarray:
-  rewards = np.array([rollout.reward for rollout in group.rollouts])
-  return group_relative_advantages(rewards, normalize_std=config.normalize_std)
 
 
 def _keys(policy: Policy, seed: int, indices: np.ndarray) -> jax.Array:

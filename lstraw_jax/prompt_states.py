@@ -26,13 +26,14 @@ from lstraw_jax.prompt_state import MemoryKind, PromptState
 from lstraw_jax.refresh import RefreshConfig
 from lstraw_jax.replay import ReplayConfig
 from lstraw_jax.rollouts import BranchBatch
+from lstraw_jax.scoring import log_probs_behind
 from lstraw_jax.staleness import (
     Witness,
     capture_witness,
     drift_nats,
     estimate_drift,
-    log_probs_behind,
 )
+from lstraw_jax.update_config import UpdateConfig
 
 
 class Staleness(NamedTuple):
@@ -201,6 +202,17 @@ class PromptStates:
 
   def _log_probs(self, policy, prompt, branches) -> jax.Array:
     return log_probs_behind(policy, prompt, branches, config=self._scoring)
+
+
+def make_prompt_states(config: UpdateConfig) -> PromptStates:
+  """Returns what captures the prompts of a run, and keeps its states."""
+  return PromptStates(
+      config.refresh,
+      chunk_tokens=config.capture_chunk_tokens,
+      memory_kind=config.memory_kind,
+      tape=config.tape if config.prompt_gradient == "exact" else None,
+      scoring=config.replay,
+  )
 
 
 _Key = tuple[bytes, ...]

@@ -12,7 +12,7 @@ from typing import Any
 
 from lstraw_jax.metrics import PeakMemory
 from lstraw_jax.sft_step import SftMetrics
-from lstraw_jax.train_step import UpdateMetrics
+from lstraw_jax.update_metrics import UpdateMetrics
 
 Row = dict[str, Any]
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lstraw_jax.branch import (
+    advance_branch,
     block_size,
     run_block,
     start_branch,
@@ -14,11 +15,8 @@ from lstraw_jax.branch import (
 )
 from lstraw_jax.log_probs import TokenScores
 from lstraw_jax.policy import Policy
-from lstraw_jax.prompt_state import (
-    PromptState,
-    append_to_branch,
-    next_positions,
-)
+from lstraw_jax.prompt_state import PromptState
+from lstraw_jax.replay import ReplayConfig
 from lstraw_jax.rollouts import BranchBatch
 from modeling.sharding import replicate
 
@@ -53,21 +51,15 @@ def score(
   steps = branches.inputs.shape[2]
   size = block_size(steps, block_tokens=block_tokens, mesh=policy.mesh)
 
+  run = partial(
+      run_block, temperature=temperature, head_chunk_tokens=head_chunk_tokens
+  )
+
   def one(branch):
     blocks = to_blocks(branch, size=size)
 
     def step(state, block):
-      positions = next_positions(prompt, state, valid_BT=block.valid)
-      scores, delta = run_block(
-          model,
-          block,
-          positions_BT=positions,
-          prefixes=(prompt.prefix, state.prefix),
-          recurrent=state.recurrent,
-          temperature=temperature,
-          head_chunk_tokens=head_chunk_tokens,
-      )
-      return append_to_branch(state, delta, positions_BT=positions), scores
+      return advance_branch(model, prompt, state, block, run_block=run)
 
     _, scores = jax.lax.scan(step, start_branch(prompt, blocks), blocks)
     return jax.tree.map(partial(uncut, response_tokens=steps), scores)
@@ -77,3 +69,21 @@ def score(
     scores = jax.lax.map(one, by_branch)
   scores = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), scores)
   return replicate(scores, policy.mesh)
+
+
+def log_probs_behind(
+    policy: Policy,
+    prompt: PromptState,
+    branches: BranchBatch,
+    *,
+    config: ReplayConfig,
+) -> jax.Array:
+  """Returns the log-probs [B,G,R] of responses, scored as replay does."""
+  return score(
+      policy,
+      prompt,
+      branches,
+      temperature=config.temperature,
+      block_tokens=config.block_tokens,
+      head_chunk_tokens=config.head_chunk_tokens,
+  ).log_probs

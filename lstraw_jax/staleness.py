@@ -40,7 +40,7 @@ from lstraw_jax.policy import Policy
 from lstraw_jax.prompt_state import PromptState
 from lstraw_jax.replay import ReplayConfig
 from lstraw_jax.rollouts import BranchBatch
-from lstraw_jax.scoring import score
+from lstraw_jax.scoring import log_probs_behind
 
 
 class Witness(NamedTuple):
@@ -48,24 +48,6 @@ class Witness(NamedTuple):
 
   prompts: tuple[np.ndarray, ...]
   state: PromptState
-
-
-def log_probs_behind(
-    policy: Policy,
-    prompt: PromptState,
-    branches: BranchBatch,
-    *,
-    config: ReplayConfig,
-) -> jax.Array:
-  """Returns the log-probs [B,G,R] of responses that follow a state."""
-  return score(
-      policy,
-      prompt,
-      branches,
-      temperature=config.temperature,
-      block_tokens=config.block_tokens,
-      head_chunk_tokens=config.head_chunk_tokens,
-  ).log_probs
 
 
 def drift_nats(

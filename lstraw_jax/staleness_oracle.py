@@ -18,28 +18,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lstraw_jax.advantages import group_relative_advantages
+from lstraw_jax.advantages import advantages_of
 from lstraw_jax.capture import Progress, capture
 from lstraw_jax.metrics import PhaseClock
 from lstraw_jax.policy import Policy
 from lstraw_jax.prompt_state import PromptState
+from lstraw_jax.prompt_states import make_prompt_states
 from lstraw_jax.refresh import RefreshConfig
 from lstraw_jax.rollouts import BranchBatch, RolloutGroup, to_branch_batch
+from lstraw_jax.scoring import log_probs_behind
 from lstraw_jax.staleness import (
     Witness,
     capture_witness,
     drift_nats,
     estimate_drift,
-    log_probs_behind,
     loss_change_percent,
 )
 from lstraw_jax.train_state import make_train_state
-from lstraw_jax.train_step import (
-    Request,
-    UpdateConfig,
-    make_prompt_states,
-    train_step,
-)
+from lstraw_jax.train_step import Request, train_step
+from lstraw_jax.update_config import UpdateConfig
 
 T = TypeVar("T")
 
@@ -178,19 +175,16 @@ def measure_staleness(
 
 
 def _branches(groups: Sequence[RolloutGroup], config, policy) -> BranchBatch:
-  rewards = [np.array([r.reward for r in g.rollouts]) for g in groups]
-  if not any(np.ptp(row) for row in rewards):
+  advantages = advantages_of(groups, normalize_std=config.normalize_std)
+  if not any(row.any() for row in advantages):
+    rewards = [[r.reward for r in group.rollouts] for group in groups]
     raise ValueError(
         f"rewards={rewards}: want some that differ; with equal ones no update"
         " moves the policy. Choose another seed or larger groups"
     )
-  normalize_std = config.normalize_std
   return to_branch_batch(
       groups,
-      advantages=[
-          group_relative_advantages(row, normalize_std=normalize_std)
-          for row in rewards
-      ],
+      advantages=advantages,
       multiple=config.response_multiple,
       old_log_probs_from_rollouts=True,
       mesh=policy.mesh,

@@ -21,7 +21,7 @@ its own replica. Sums and denominators are over all of them.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,91 +29,24 @@ import numpy as np
 import optax
 from flax import nnx
 
-from lstraw_jax.advantages import group_relative_advantages
-from lstraw_jax.capture import Progress, TapeConfig, capture
+from lstraw_jax.advantages import advantages_of
+from lstraw_jax.capture import Progress, capture
 from lstraw_jax.gradient_sums import zero_gradients
-from lstraw_jax.metrics import PhaseClock, TokenStats
-from lstraw_jax.objectives import denominator
+from lstraw_jax.metrics import PhaseClock
 from lstraw_jax.policy import Policy
 from lstraw_jax.prompt_gradient import add_prompt_gradient
-from lstraw_jax.prompt_state import MemoryKind, PromptState
-from lstraw_jax.prompt_states import PromptStates, Staleness
-from lstraw_jax.refresh import RefreshConfig
-from lstraw_jax.replay import ReplayConfig, Replayed, replay
-from lstraw_jax.rollouts import (
-    BranchBatch,
-    Rollout,
-    RolloutGroup,
-    to_branch_batch,
-)
-from lstraw_jax.scoring import score
-from lstraw_jax.state_cotangent import (
-    CotangentDtype,
-    check_dtype,
-    zero_cotangent,
-)
+from lstraw_jax.prompt_state import PromptState
+from lstraw_jax.prompt_states import PromptStates, make_prompt_states
+from lstraw_jax.replay import replay
+from lstraw_jax.rollouts import BranchBatch, RolloutGroup, to_branch_batch
+from lstraw_jax.scoring import log_probs_behind
+from lstraw_jax.state_cotangent import zero_cotangent
 from lstraw_jax.train_state import TrainState, advance
-
-PromptGradient = Literal["dropped", "exact"]
+from lstraw_jax.update_config import UpdateConfig
+from lstraw_jax.update_metrics import Totals, Turn, UpdateMetrics
 
 # (policy, prompts, a key for each) -> a group for each
 Respond = Callable[[Policy, PromptState, jax.Array], Sequence[RolloutGroup]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UpdateConfig:
-  """Settings of an update.
-
-  `prompt_gradient` says what becomes of the gradient through the prompt state:
-  "dropped" leaves it out, as the paper does; "exact" is the gradient of the
-  whole sequences. It has no default.
-
-  `old_log_probs` says whose log-probs the ratio is taken against: "policy",
-  those of the policy itself at this step (the ratio is then 1), or "rollouts",
-  those stored with the responses.
-  """
-
-  prompt_gradient: PromptGradient
-  replay: ReplayConfig = dataclasses.field(default_factory=ReplayConfig)
-  tape: TapeConfig = dataclasses.field(default_factory=TapeConfig)
-  cotangent_dtype: CotangentDtype = "float32"  # of its sums over slots
-  capture_chunk_tokens: int = 2048
-  response_multiple: int = 128
-  normalize_std: bool = True
-  old_log_probs: Literal["policy", "rollouts"] = "policy"
-  memory_kind: MemoryKind = "device"  # of the prompts' keys and values
-  refresh: RefreshConfig = dataclasses.field(default_factory=RefreshConfig)
-
-  def __post_init__(self):
-    if self.prompt_gradient not in get_args(PromptGradient):
-      raise ValueError(
-          f"prompt_gradient={self.prompt_gradient!r}: want 'dropped' or 'exact'"
-      )
-    if self.prompt_gradient == "exact" and self.refresh.rule != "every_step":
-      raise ValueError(
-          f"refresh.rule={self.refresh.rule!r}: want 'every_step' with"
-          " prompt_gradient='exact', since the gradient through a state of past"
-          " weights is that of no loss. Or set prompt_gradient='dropped'"
-      )
-    check_dtype(self.cotangent_dtype)
-    for name in ("capture_chunk_tokens", "response_multiple"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name}={getattr(self, name)}: want at least 1")
-    if self.old_log_probs not in ("policy", "rollouts"):
-      raise ValueError(
-          f"old_log_probs={self.old_log_probs!r}: want 'policy' or 'rollouts'"
-      )
-
-
-def make_prompt_states(config: UpdateConfig) -> PromptStates:
-  """Returns what captures the prompts of a run, and keeps its states."""
-  return PromptStates(
-      config.refresh,
-      chunk_tokens=config.capture_chunk_tokens,
-      memory_kind=config.memory_kind,
-      tape=config.tape if config.prompt_gradient == "exact" else None,
-      scoring=config.replay,
-  )
 
 
 class Request(NamedTuple):
@@ -121,22 +54,6 @@ class Request(NamedTuple):
 
   prompts: tuple[np.ndarray, ...]  # each [P] int32
   respond: Respond
-
-
-class UpdateMetrics(NamedTuple):
-  """What one update did, on the host."""
-
-  loss: float
-  reward_mean: float
-  grad_norm: float
-  prompt_tokens: int
-  response_tokens: int
-  denominator: int
-  sampler_gap_nats: float  # mean |replayed - sampler's|; nan if unknown
-  staleness_steps: int  # optimizer steps since a state's capture, at most
-  drift_nats: float  # of kept states, estimated, at most; nan if none was
-  measured_drift_nats: float  # of states that were replaced, at most; or nan
-  tokens: dict[str, float]  # ratio_mean, ratio_max, clip_share, kl, entropy
 
 
 def train_step(
@@ -174,7 +91,7 @@ def train_step(
     states = make_prompt_states(config)
   key = jax.random.fold_in(state.key, state.step)
   gradients = zero_gradients(state.policy)
-  totals = _Totals()
+  totals = Totals()
 
   taken = 0
   for request in requests:
@@ -203,15 +120,6 @@ def train_step(
   return state, totals.metrics(grad_norm)
 
 
-class _Turn(NamedTuple):
-  """What is told of a turn."""
-
-  groups: Sequence[RolloutGroup]
-  branches: BranchBatch
-  replayed: Replayed
-  staleness: Staleness
-
-
 def _take_turn(
     state: TrainState,
     request: Request,
@@ -222,7 +130,7 @@ def _take_turn(
     config: UpdateConfig,
     clock: PhaseClock,
     progress: Progress | None,
-) -> tuple[_Turn, nnx.State]:
+) -> tuple[Turn, nnx.State]:
   """Adds the groups' gradient; a state that is not kept is gone after this."""
   prompt, tape, staleness = states.get(
       state.policy,
@@ -235,7 +143,7 @@ def _take_turn(
     groups = request.respond(state.policy, prompt, keys)
   branches = to_branch_batch(
       groups,
-      advantages=[_advantages(group, config) for group in groups],
+      advantages=advantages_of(groups, normalize_std=config.normalize_std),
       multiple=config.response_multiple,
       old_log_probs_from_rollouts=config.old_log_probs == "rollouts",
       mesh=state.policy.mesh,
@@ -273,12 +181,7 @@ def _take_turn(
           progress=progress,
       )
       jax.block_until_ready(gradients)
-  return _Turn(groups, branches, replayed, staleness), gradients
-
-
-def _advantages(group: RolloutGroup, config: UpdateConfig) -> np.ndarray:
-  rewards = np.array([rollout.reward for rollout in group.rollouts])
-  return group_relative_advantages(rewards, normalize_std=config.normalize_std)
+  return Turn(groups, branches, replayed, staleness), gradients
 
 
 def _score_reference(state, prompts, branches: BranchBatch, config):
@@ -291,74 +194,9 @@ def _score_reference(state, prompts, branches: BranchBatch, config):
       chunk_tokens=config.capture_chunk_tokens,
       memory_kind=config.memory_kind,
   )
-  scores = score(
-      reference,
-      prompt,
-      branches,
-      temperature=config.replay.temperature,
-      block_tokens=config.replay.block_tokens,
-      head_chunk_tokens=config.replay.head_chunk_tokens,
+  log_probs = log_probs_behind(
+      reference, prompt, branches, config=config.replay
   )
   return dataclasses.replace(
-      branches, ref_log_probs=jax.block_until_ready(scores.log_probs)
+      branches, ref_log_probs=jax.block_until_ready(log_probs)
   )
-
-
-class _Totals:
-  """Sums over the turns of a step, on the host."""
-
-  def __init__(self):
-    self.stats: list[TokenStats] = []
-    self.denominator = 0
-    self.loss = 0.0
-    self.rewards: list[float] = []
-    self.gaps: list[np.ndarray] = []
-    self.staleness: list[Staleness] = []
-    self.prompt_tokens = 0
-    self.response_tokens = 0
-
-  def add(self, turn: _Turn, config: UpdateConfig):
-    groups, branches, replayed, staleness = turn
-    self.staleness.append(staleness)
-    self.stats.append(replayed.stats)
-    self.loss += float(replayed.loss)
-    aggregation = config.replay.objective.aggregation
-    self.denominator += int(
-        denominator(branches.loss_mask, aggregation=aggregation)
-    )
-    log_probs_BGR = np.asarray(replayed.log_probs)
-    for group, log_probs_GR in zip(groups, log_probs_BGR, strict=True):
-      self.prompt_tokens += group.prompt_tokens.size
-      for rollout, log_probs in zip(group.rollouts, log_probs_GR, strict=False):
-        self._add_rollout(rollout, log_probs)
-
-  def _add_rollout(self, rollout: Rollout, log_probs: np.ndarray):
-    self.rewards.append(rollout.reward)
-    self.response_tokens += rollout.tokens.size
-    if rollout.log_probs is not None:
-      gap = np.abs(log_probs[: rollout.tokens.size] - rollout.log_probs)
-      self.gaps.append(gap[rollout.loss_mask])
-
-  def metrics(self, grad_norm: float) -> UpdateMetrics:
-    stats = jax.tree.map(lambda *x: jnp.stack(x), *self.stats)
-    gaps = np.concatenate(self.gaps) if self.gaps else np.array([np.nan])
-    return UpdateMetrics(
-        loss=self.loss / self.denominator,
-        reward_mean=float(np.mean(self.rewards)),
-        grad_norm=grad_norm,
-        prompt_tokens=self.prompt_tokens,
-        response_tokens=self.response_tokens,
-        denominator=self.denominator,
-        sampler_gap_nats=float(gaps.mean()),
-        **self._staleness(),
-        tokens=stats.combine().means(),
-    )
-
-  def _staleness(self) -> dict[str, Any]:
-    steps, drifts, measured = zip(*self.staleness, strict=True)
-    most = lambda values: float(np.fmax.reduce(values))  # nan if all are
-    return dict(
-        staleness_steps=max(steps),
-        drift_nats=most(drifts),
-        measured_drift_nats=most(measured),
-    )

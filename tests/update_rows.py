@@ -4,7 +4,7 @@ import math
 
 from lstraw_jax.metrics import PeakMemory
 from lstraw_jax.run_log import make_row
-from lstraw_jax.train_step import UpdateMetrics
+from lstraw_jax.update_metrics import UpdateMetrics
 
 MIB = 2**20
 

@@ -1,10 +1,7 @@
 """The binary as a user runs it: in a process of its own."""
 
 import json
-import pathlib
 import re
-import subprocess
-import sys
 from unittest import mock
 
 import numpy as np
@@ -13,10 +10,10 @@ import pytest
 from experiments import gradient_report
 from experiments.configs import tiny
 from experiments.settings import read_settings
+from tests import binaries
 
 pytestmark = pytest.mark.first_class
 
-ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {
     "sampling.max_tokens": 16,
     "train.group_size": 6,  # of two, all rewards may well be 0
@@ -36,23 +33,15 @@ FIELDS = {
 }
 
 
-def run(workdir, *flags, timeout=500, **settings):
-  settings = SMALL | {k.replace("__", "."): v for k, v in settings.items()}
-  return subprocess.run(
-      [
-          sys.executable,
-          "-m",
-          "experiments.gradient_report",
-          "--config=experiments/configs/tiny.py",
-          f"--workdir={workdir}",
-          *(f"--config.{name}={value}" for name, value in settings.items()),
-          *flags,
-      ],
-      cwd=ROOT,
-      capture_output=True,
-      text=True,
-      timeout=timeout,
+def command(workdir, *flags, **settings):
+  changes = {k.replace("__", "."): v for k, v in settings.items()}
+  return binaries.command(
+      "gradient_report", *flags, workdir=workdir, settings=SMALL | changes
   )
+
+
+def run(workdir, *flags, **settings):
+  return binaries.run(command(workdir, *flags, **settings))
 
 
 def write_groups(path, rewards=(0.0, 1.0)):
@@ -181,8 +170,5 @@ def test_prompts_of_an_update_are_numbered_as_in_training(monkeypatch, data):
 
 @pytest.mark.parametrize("flag", ["--prompt_tokens=abc", "--prompt_tokens="])
 def test_a_mistake_is_answered_in_a_line(tmp_path, flag):
-  ended = run(tmp_path / "run", flag)
-  assert ended.returncode == 1
-  (line,) = ended.stderr.splitlines()
-  assert line.startswith(f"error: {flag}: want different integers")
-  assert not (tmp_path / "run").exists()
+  workdir, message = tmp_path / "run", f"{flag}: want different integers"
+  binaries.expect_mistake(command(workdir, flag), message, workdir=workdir)

@@ -1,16 +1,14 @@
 """The binary as a user runs it: in a process of its own."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
+from tests import binaries
+
 pytestmark = pytest.mark.first_class
 
-ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {
     "data.prompt_tokens": 128,
     "model.initializer_range": 0.1,
@@ -24,27 +22,15 @@ SMALL = {
 }
 
 
-def run(workdir, *arguments):
-  return subprocess.run(
-      [
-          sys.executable,
-          "-m",
-          "experiments.measure_staleness",
-          "--config=experiments/configs/tiny.py",
-          f"--workdir={workdir}",
-          *(f"--config.{name}={value}" for name, value in SMALL.items()),
-          *arguments,
-      ],
-      cwd=ROOT,
-      capture_output=True,
-      text=True,
-      timeout=250,
+def command(workdir, *arguments):
+  return binaries.command(
+      "measure_staleness", *arguments, workdir=workdir, settings=SMALL
   )
 
 
 @pytest.mark.timeout(300)
 def test_it_prints_and_writes_what_it_measured(tmp_path):
-  process = run(tmp_path / "run", "--steps=3,1")
+  process = binaries.run(command(tmp_path / "run", "--steps=3,1"))
   assert process.returncode == 0, process.stderr
   lines = process.stdout.splitlines()
   assert lines[2].split()[:3] == ["rate", "step", "loss"]
@@ -81,8 +67,5 @@ def test_it_prints_and_writes_what_it_measured(tmp_path):
     ],
 )
 def test_a_mistake_is_answered_in_a_line(tmp_path, argument, message):
-  process = run(tmp_path / "run", argument)
-  assert process.returncode == 1
-  assert f"error: {message}" in process.stderr
-  assert "Traceback" not in process.stderr
-  assert not (tmp_path / "run").exists(), "something was made before the check"
+  workdir = tmp_path / "run"
+  binaries.expect_mistake(command(workdir, argument), message, workdir=workdir)

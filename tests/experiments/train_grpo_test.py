@@ -1,17 +1,16 @@
 """The binary as a user runs it: in a process of its own."""
 
 import json
-import pathlib
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests import binaries
+
 SMALL = {
     "data.prompt_tokens": 512,
     "model.initializer_range": 0.1,
@@ -27,26 +26,15 @@ SMALL = {
 }
 
 
-def command(workdir, **settings):
-  settings = SMALL | {k.replace("__", "."): v for k, v in settings.items()}
-  return [
-      sys.executable,
-      "-m",
-      "experiments.train_grpo",
-      "--config=experiments/configs/tiny.py",
-      f"--workdir={workdir}",
-      *(f"--config.{name}={value}" for name, value in settings.items()),
-  ]
+def command(workdir, *flags, **settings):
+  changes = {k.replace("__", "."): v for k, v in settings.items()}
+  return binaries.command(
+      "train_grpo", *flags, workdir=workdir, settings=SMALL | changes
+  )
 
 
 def run(workdir, **settings):
-  return subprocess.run(
-      command(workdir, **settings),
-      cwd=ROOT,
-      capture_output=True,
-      text=True,
-      timeout=250,
-  )
+  return binaries.run(command(workdir, **settings))
 
 
 def rows(workdir):
@@ -64,7 +52,7 @@ def kill_during_update(workdir, step):
   """Starts a run and kills it -9 while it works on the update after `step`."""
   process = subprocess.Popen(
       command(workdir),
-      cwd=ROOT,
+      cwd=binaries.ROOT,
       stdout=subprocess.DEVNULL,
       stderr=subprocess.PIPE,
   )
@@ -178,14 +166,5 @@ def test_a_run_that_keeps_states_goes_on_to_the_same_bits(tmp_path):
     ],
 )
 def test_a_mistake_is_answered_in_a_line(tmp_path, setting, message):
-  process = subprocess.run(
-      [*command(tmp_path / "run"), setting],
-      cwd=ROOT,
-      capture_output=True,
-      text=True,
-      timeout=100,
-  )
-  assert process.returncode == 1
-  assert message in process.stderr
-  assert "Traceback" not in process.stderr
-  assert not (tmp_path / "run").exists(), "something was made before the check"
+  workdir = tmp_path / "run"
+  binaries.expect_mistake(command(workdir, setting), message, workdir=workdir)

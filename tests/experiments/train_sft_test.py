@@ -1,9 +1,6 @@
 """Supervised training from its command line to the files of its run."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -13,8 +10,8 @@ from experiments import train_sft
 from experiments.configs import sft
 from experiments.sequences import make_sequences
 from experiments.sft_settings import read_sft_settings
+from tests import binaries
 
-ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {
     "data.prompt_tokens": 100,
     "data.max_prompt_tokens": 100,
@@ -65,8 +62,8 @@ def test_training_learns_and_a_resumed_run_has_the_same_bits(tmp_path):
   assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
 
   train(resumed, **source, **{"train.steps": 2})
-  process = command(
-      resumed, f"--config.data.sequences={tmp_path}/sequences.jsonl"
+  process = binaries.run(
+      command(resumed, f"--config.data.sequences={tmp_path}/sequences.jsonl")
   )
   assert process.returncode == 0, process.stderr
   assert "prompt gradient: exact" in process.stdout
@@ -103,21 +100,9 @@ def check_run_folder(workdir):
     assert (row["tokens"], row["loss_tokens"]) == (2 * 60, 2 * 40)
 
 
-def command(workdir, *settings):
-  return subprocess.run(
-      [
-          sys.executable,
-          "-m",
-          "experiments.train_sft",
-          "--config=experiments/configs/sft.py",
-          f"--workdir={workdir}",
-          *(f"--config.{name}={value}" for name, value in SMALL.items()),
-          *settings,
-      ],
-      cwd=ROOT,
-      capture_output=True,
-      text=True,
-      timeout=250,
+def command(workdir, *flags):
+  return binaries.command(
+      "train_sft", *flags, workdir=workdir, settings=SMALL, config="sft"
   )
 
 
@@ -131,8 +116,5 @@ def command(workdir, *settings):
     ],
 )
 def test_a_mistake_is_answered_in_a_line(tmp_path, setting, message):
-  process = command(tmp_path / "run", setting)
-  assert process.returncode == 1
-  assert message in process.stderr
-  assert "Traceback" not in process.stderr
-  assert not (tmp_path / "run").exists(), "something was made before the check"
+  workdir = tmp_path / "run"
+  binaries.expect_mistake(command(workdir, setting), message, workdir=workdir)

@@ -13,7 +13,8 @@ from lstraw_jax.metrics import PhaseClock
 from lstraw_jax.objectives import ObjectiveConfig
 from lstraw_jax.replay import ReplayConfig
 from lstraw_jax.train_state import make_train_state
-from lstraw_jax.train_step import Request, UpdateConfig, train_step
+from lstraw_jax.train_step import Request, train_step
+from lstraw_jax.update_config import UpdateConfig
 from tests import tiny
 
 pytestmark = pytest.mark.first_class

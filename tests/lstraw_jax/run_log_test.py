@@ -9,7 +9,7 @@ import pytest
 from lstraw_jax.metrics import PeakMemory
 from lstraw_jax.run_log import append_row, make_row, truncate_after
 from lstraw_jax.sft_step import SftMetrics
-from lstraw_jax.train_step import UpdateMetrics
+from lstraw_jax.update_metrics import UpdateMetrics
 from tests.update_rows import row
 
 

@@ -10,22 +10,19 @@ import pytest
 
 from lstraw_jax.metrics import PhaseClock
 from lstraw_jax.objectives import ObjectiveConfig
+from lstraw_jax.prompt_states import make_prompt_states
 from lstraw_jax.refresh import RefreshConfig
 from lstraw_jax.replay import ReplayConfig
+from lstraw_jax.scoring import log_probs_behind
 from lstraw_jax.staleness import (
     capture_witness,
     drift_nats,
     estimate_drift,
-    log_probs_behind,
     loss_change_percent,
 )
 from lstraw_jax.train_state import make_train_state
-from lstraw_jax.train_step import (
-    Request,
-    UpdateConfig,
-    make_prompt_states,
-    train_step,
-)
+from lstraw_jax.train_step import Request, train_step
+from lstraw_jax.update_config import UpdateConfig
 from modeling.sharding import make_mesh
 from tests import tiny
 

@@ -15,6 +15,7 @@ from lstraw_jax.advantages import group_relative_advantages
 from lstraw_jax.gradient_sums import zero_gradients
 from lstraw_jax.metrics import PhaseClock
 from lstraw_jax.objectives import ObjectiveConfig
+from lstraw_jax.prompt_states import make_prompt_states
 from lstraw_jax.refresh import RefreshConfig
 from lstraw_jax.replay import ReplayConfig, replay
 from lstraw_jax.rollouts import (
@@ -25,12 +26,8 @@ from lstraw_jax.rollouts import (
 )
 from lstraw_jax.scoring import score
 from lstraw_jax.train_state import make_train_state
-from lstraw_jax.train_step import (
-    Request,
-    UpdateConfig,
-    make_prompt_states,
-    train_step,
-)
+from lstraw_jax.train_step import Request, train_step
+from lstraw_jax.update_config import UpdateConfig
 from modeling.sharding import make_mesh
 from tests import tiny
 
