@@ -21,7 +21,7 @@ FIND_PYTHON_NEXT = show='import sys; print(sys.executable)'; \
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # two pips in one environment would break it
-.PHONY: help demo test test-next run-next lint format clean
+.PHONY: help demo plan-env test test-next run-next lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' \
@@ -31,6 +31,9 @@ help:  ## list the targets
 demo: $(STAMP)-base  ## train the tiny model on this machine, into runs/demo
 	$(BIN)/python -m experiments.train_grpo \
 	  --config=experiments/configs/tiny.py --workdir=runs/demo $(ARGS)
+
+plan-env:  ## make .venv-plan: compilers for GPUs and TPUs that are not there
+	@$(MAKE) --no-print-directory VENV=.venv-plan .venv-plan/.$(PYTHON_VERSION)-plan
 
 test: $(STAMP)-reference  ## run all tests on 8 virtual CPU devices
 	$(PYTEST) $(ARGS)
@@ -55,7 +58,7 @@ format: $(STAMP)-lint  ## rewrite the sources in style
 	$(BIN)/pyink --quiet $(SOURCES)
 
 clean:  ## remove environments and caches; runs/ stays
-	rm -rf .venv .venv-next *.egg-info build dist
+	rm -rf .venv .venv-next .venv-plan *.egg-info build dist
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +
 
@@ -80,6 +83,11 @@ $(STAMP)-reference: $(STAMP)-test
 	@# First and alone: a resolver that sees torch unpinned fetches CUDA.
 	@$(PIP) torch==2.13.0
 	@$(PIP) -e '.[reference]'
+	@touch $@
+
+$(STAMP)-plan: $(STAMP)-base
+	@echo "$(VENV): installing the compilers, about 2 GB"
+	@$(PIP) -e '.[plan-gpu,plan-tpu]'
 	@touch $@
 
 $(STAMP)-lint: $(STAMP)-base

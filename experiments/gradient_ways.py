@@ -4,17 +4,20 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from experiments.one_graph import whole_sequences
 from experiments.random_group import Problem
-from lstraw_jax.capture import TapeConfig, capture_chunk, capture_with_tape
+from lstraw_jax.capacity.compiled_memory import memory_of
+from lstraw_jax.capacity.stage_programs import StagePrograms, stages_of
+from lstraw_jax.capacity.workload import Workload
+from lstraw_jax.capture import TapeConfig, capture_with_tape
 from lstraw_jax.gradient_sums import zero_gradients
-from lstraw_jax.prompt_gradient import add_prompt_gradient, pull_back_chunk
+from lstraw_jax.prompt_gradient import add_prompt_gradient
 from lstraw_jax.replay import replay
 from lstraw_jax.state_cotangent import zero_cotangent
+from lstraw_jax.update_config import UpdateConfig
 
 
 class Way(NamedTuple):
@@ -33,7 +36,7 @@ def one_graph(problem: Problem) -> Way:
   )
   return Way(
       run=lambda: call(config=problem.config),
-      peak_bytes=lambda: _bytes(lower().compile()),
+      peak_bytes=lambda: memory_of(lower().compile()).total,
   )
 
 
@@ -49,14 +52,15 @@ def ours(problem: Problem, *, exact: bool) -> Way:
         chunk_tokens=problem.chunk_tokens,
     )
 
-  def sums(prompt):
-    cotangent = zero_cotangent(policy, prompt) if exact else None
-    return zero_gradients(policy), cotangent
-
   def run():
     prompt, tape = captured()
     replayed = replay(
-        policy, prompt, problem.branches, *sums(prompt), config=config
+        policy,
+        prompt,
+        problem.branches,
+        zero_gradients(policy),
+        zero_cotangent(policy, prompt) if exact else None,
+        config=config,
     )
     if not exact:
       return replayed.gradients
@@ -71,30 +75,26 @@ def ours(problem: Problem, *, exact: bool) -> Way:
     return gradients
 
   def peak_bytes():
-    prompt, tape = captured()
-    tokens = jnp.zeros((1, problem.chunk_tokens), jnp.int32)
-    chunk = tokens, jnp.int32(0)
-    lowered = [
-        capture_chunk.lower(policy, prompt, *chunk, prompt.length),
-        replay.lower(
-            policy, prompt, problem.branches, *sums(prompt), config=config
+    group, steps = problem.branches.inputs.shape[1:]
+    workload = Workload(
+        model=policy.config,
+        prompt_tokens=problem.prompt_tokens.size,
+        response_tokens=steps,
+        group_size=group,
+        update=UpdateConfig(
+            prompt_gradient="exact" if exact else "dropped",
+            replay=config,
+            capture_chunk_tokens=problem.chunk_tokens,
+            response_multiple=steps,
         ),
-    ]
-    if exact:
-      lowered.append(
-          pull_back_chunk.lower(
-              policy,
-              prompt,
-              prompt.recurrent,
-              *chunk,
-              None,
-              *sums(prompt),
-              jnp.zeros(()),
-              head_chunk_tokens=0,
-          )
-      )
-    kept = tape.nbytes if exact else 0
-    return kept + max(_bytes(program.compile()) for program in lowered)
+    )
+    programs = StagePrograms(workload, policy.mesh)
+    stages = set(stages_of(workload)) & {"capture", "replay", "prompt_gradient"}
+    largest = max(
+        memory_of(programs.lower(stage).compile()).total for stage in stages
+    )
+    kept = captured()[1].nbytes if exact else 0
+    return kept + largest
 
   return Way(run, peak_bytes)
 
@@ -104,15 +104,3 @@ WAYS: Mapping[str, Callable[[Problem], Way]] = {
     "dropped": partial(ours, exact=False),
     "exact": partial(ours, exact=True),
 }
-
-
-def _bytes(compiled: jax.stages.Compiled) -> int:
-  """Bytes of a program's inputs, outputs and temporaries at its peak."""
-  memory = compiled.memory_analysis()
-  assert memory is not None, "every backend that JAX supports has one"
-  return (
-      memory.argument_size_in_bytes
-      + memory.temp_size_in_bytes
-      + memory.output_size_in_bytes
-      - memory.alias_size_in_bytes
-  )

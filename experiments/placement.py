@@ -49,5 +49,6 @@ def read_mesh(
         f"train.prompts_per_step={config.train.prompts_per_step}: want a"
         f" multiple of mesh.data={data}, which runs so many side by side"
     )
-  check_memory_kind(config.state.memory_kind, mesh)
+  for memory_kind in (config.state.memory_kind, config.optimizer.memory_kind):
+    check_memory_kind(memory_kind, mesh)
   return mesh

@@ -1,19 +1,28 @@
 """The prompts of each step: from a file of rollouts, or of the text task."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 
 from experiments import pydoc_text
+from experiments.fit_check import Extent
 from experiments.settings import Settings
 from experiments.tokenizer import load_tokenizer
 from experiments.turns import turns
 from lstraw_jax.rollout_reader import read_rollout_groups
 from lstraw_jax.train_step import Request
 
-Requests = Callable[[int], list[Request]]  # data position -> one step's groups
+
+class Requests(NamedTuple):
+  """The groups of each step."""
+
+  at: Callable[[int], list[Request]]  # data position -> one step's
+  extent: Extent  # of the largest
+
+  def __call__(self, position: int) -> list[Request]:
+    return self.at(position)
 
 
 def make_requests(config: Any, settings: Settings) -> Requests:
@@ -31,12 +40,23 @@ def make_requests(config: Any, settings: Settings) -> Requests:
     )
     if settings.update.old_log_probs == "rollouts":
       _require_log_probs(groups, config.data.rollouts)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    extent = Extent(
+        prompt_tokens=max(group.prompt_tokens.size for group in groups),
+        response_tokens=max(rollout.tokens.size for rollout in rollouts),
+        group_size=max(len(group.rollouts) for group in groups),
+    )
     data = grain.MapDataset.source(groups).shuffle(seed=config.seed).repeat()
     make = lambda groups, _: Request(
         tuple(group.prompt_tokens for group in groups), lambda *_: groups
     )
   else:
     tokenizer = load_tokenizer(config.model.checkpoint)
+    extent = Extent(
+        prompt_tokens=config.data.prompt_tokens,
+        response_tokens=config.sampling.max_tokens,
+        group_size=config.train.group_size,
+    )
     data = pydoc_text.prompts(
         tokenizer,
         prompt_tokens=config.data.prompt_tokens,
@@ -50,10 +70,11 @@ def make_requests(config: Any, settings: Settings) -> Requests:
         group_size=config.train.group_size,
         sampling=settings.sampling,
     )
-  return lambda position: [
+  at = lambda position: [
       make([data[place] for place in turn], turn.start)
       for turn in turns(config, settings.mesh, position)
   ]
+  return Requests(at, extent)
 
 
 def _require_log_probs(groups, path) -> None:

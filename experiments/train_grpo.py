@@ -16,6 +16,7 @@ listed in `lstraw_jax/run_folder.py`.
 import pathlib
 
 from experiments import command_line, training
+from experiments.fit_check import check_fits
 from experiments.requests import make_requests
 from experiments.run_flags import CONFIG, WORKDIR
 from experiments.run_settings import load_policy
@@ -35,6 +36,15 @@ def main(argv):
   join_processes(config)
   settings = read_settings(config)
   requests = make_requests(config, settings)
+  check_fits(
+      config,
+      requests.extent,
+      model=settings.model,
+      mesh=settings.mesh,
+      update=settings.update,
+      optimizer=settings.optimizer,
+      force=training.FORCE.value,
+  )
   workdir = agree_on_workdir(WORKDIR.value)
   rows = train(config, settings, requests, workdir=workdir)
   training.say_outcome(REWARD, rows, seed=config.seed)
@@ -51,6 +61,7 @@ def train(config, settings, requests, *, workdir: pathlib.Path):
         optimizer,
         seed=config.seed,
         with_reference=settings.update.replay.objective.kl_coef > 0,
+        memory_kind=settings.optimizer.memory_kind,
     )
 
   def update(state, position, clock, progress):

@@ -12,6 +12,7 @@ setting is in `experiments/configs/sft_base.py`.
 import pathlib
 
 from experiments import command_line, training
+from experiments.fit_check import check_fits
 from experiments.run_flags import CONFIG, WORKDIR
 from experiments.run_settings import load_policy
 from experiments.sequences import make_sequences
@@ -30,6 +31,15 @@ def main(argv):
   join_processes(config)
   settings = read_sft_settings(config)
   sequences = make_sequences(config, settings)
+  check_fits(
+      config,
+      sequences.extent,
+      model=settings.model,
+      mesh=settings.mesh,
+      update=settings.update.as_update(),
+      optimizer=settings.optimizer,
+      force=training.FORCE.value,
+  )
   workdir = agree_on_workdir(WORKDIR.value)
   rows = train(config, settings, sequences, workdir=workdir)
   training.say_outcome(LOSS, rows, seed=config.seed)
@@ -45,6 +55,7 @@ def train(config, settings, sequences, *, workdir: pathlib.Path):
         optimizer,
         seed=config.seed,
         with_reference=False,
+        memory_kind=settings.optimizer.memory_kind,
     )
 
   def update(state, position, clock, progress):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from absl import flags
 
 from experiments.start import resolved
 from lstraw_jax.capture import Progress
@@ -29,8 +30,18 @@ from lstraw_jax.update_metrics import UpdateMetrics
 from lstraw_jax.watchdog import Watchdog
 from modeling.checkpoints import save_model
 
+FORCE = flags.DEFINE_bool(
+    "force", False, "Start a run that by the plan does not fit the devices."
+)
 # What a run may change when it goes on; a checkpoint is the same on any mesh.
-_MAY_CHANGE = ("train.steps", "checkpoint", "mesh", "distributed", "state")
+_MAY_CHANGE = (
+    "train.steps",
+    "checkpoint",
+    "mesh",
+    "distributed",
+    "state",
+    "memory",
+)
 
 
 class Updated(NamedTuple):

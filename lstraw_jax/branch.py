@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from lstraw_jax.log_probs import TokenScores, token_log_probs
 from lstraw_jax.prompt_state import (
@@ -46,13 +45,17 @@ def to_blocks(branch: BranchBatch, *, size: int) -> Block:
   )
 
 
-def block_size(response_tokens: int, *, block_tokens: int, mesh: Mesh) -> int:
+def block_size(response_tokens: int, *, block_tokens: int, shards: int) -> int:
   """Returns the tokens of a block: a short response makes one short block.
 
+  Args:
+    response_tokens: of a branch.
+    block_tokens: of a block, at most.
+    shards: of `context`, which share a block.
+
   Raises:
-    ValueError: if the shards cannot have equal shares of `block_tokens`.
+    ValueError: if they cannot have equal shares of `block_tokens`.
   """
-  shards = mesh.shape["context"]
   if block_tokens % shards:
     raise ValueError(
         f"block_tokens={block_tokens}: want a multiple of mesh.context="

@@ -94,3 +94,10 @@ def peak_memory() -> PeakMemory:
     return PeakMemory(max(peaks), "device")
   kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return PeakMemory(kibibytes * 1024, "process")
+
+
+def device_memory() -> int | None:
+  """Returns the bytes that a device may hold, if the backend tells."""
+  stats = [device.memory_stats() or {} for device in jax.local_devices()]
+  limits = [s["bytes_limit"] for s in stats if "bytes_limit" in s]
+  return min(limits, default=None)

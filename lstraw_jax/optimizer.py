@@ -6,6 +6,7 @@ import jax
 import optax
 from flax import nnx
 
+from lstraw_jax.prompt_state import MemoryKind
 from modeling.parameter import STACK_AXIS
 from modeling.sharding import names
 
@@ -24,6 +25,7 @@ class OptimizerConfig:
   eps: float = 1e-8
   weight_decay: float = 0.0
   max_grad_norm: float = 1.0
+  memory_kind: MemoryKind = "device"  # of the moments, between steps
 
   def __post_init__(self):
     for name in ("learning_rate", "warmup_steps", "weight_decay"):

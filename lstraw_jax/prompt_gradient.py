@@ -52,7 +52,9 @@ class PromptLoss(NamedTuple):
   head_chunk_tokens: int
 
 
-class _Labels(NamedTuple):
+class Labels(NamedTuple):
+  """What a chunk's own loss needs."""
+
   targets: Any  # [B, C] int32
   weights: Any  # [B, C] float32 or wider
 
@@ -113,7 +115,7 @@ def add_prompt_gradient(
           prompt,
           entering.pop(),
           *chunks.pop(),
-          None if labels is None else _Labels(*of_frame(labels, frame)),
+          None if labels is None else Labels(*of_frame(labels, frame)),
           gradients,
           cotangent,
           total,
@@ -154,7 +156,7 @@ def pull_back_chunk(
     recurrent: DeltaState,
     tokens: jax.Array,
     frame: jax.Array,
-    labels: _Labels | None,
+    labels: Labels | None,
     gradients: nnx.State,
     cotangent: StateCotangent,
     total: jax.Array,
@@ -220,7 +222,7 @@ def _before(prompt, frame) -> Prefix:
   )
 
 
-def _labels(prompt, tape, loss: PromptLoss) -> _Labels:
+def _labels(prompt, tape, loss: PromptLoss) -> Labels:
   """Returns what each evaluated token predicts, and its weight, [B, n C]."""
   lengths, held_back = np.asarray(prompt.length), np.asarray(prompt.next_token)
   if len(loss.weights) != len(lengths):
@@ -241,7 +243,7 @@ def _labels(prompt, tape, loss: PromptLoss) -> _Labels:
     following = np.append(tape.tokens[b, 1:length], held_back[b])
     targets[b, :length] = following[:length]
     weights[b, :length] = row[1:]
-  return _Labels(targets, weights.astype(prompt.recurrent.recurrent.dtype))
+  return Labels(targets, weights.astype(prompt.recurrent.recurrent.dtype))
 
 
 def _check(prompt, tape, policy_step):

@@ -273,7 +273,9 @@ def nbytes(config: Qwen3_5Config, *, capacity: int, batch: int = 1) -> int:
 
 def check_memory_kind(memory_kind: str, mesh: Mesh) -> None:
   """Raises ValueError if the devices of a mesh have no such memory."""
-  device = mesh.local_devices[0]
+  if memory_kind == "device":
+    return
+  device = [*mesh.local_devices, *mesh.devices.flat][0]
   has = [memory.kind for memory in device.addressable_memories()]
   if memory_kind not in get_args(MemoryKind) or memory_kind not in has:
     raise ValueError(

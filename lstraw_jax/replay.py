@@ -133,7 +133,8 @@ class _Labels(NamedTuple):
 def _add_branch(policy, prompt, branch: BranchBatch, sums, config):
   """Returns the sums, and loss, statistics and log-probs [B, R]."""
   steps = branch.inputs.shape[1]
-  size = block_size(steps, block_tokens=config.block_tokens, mesh=policy.mesh)
+  shards = policy.mesh.shape["context"]
+  size = block_size(steps, block_tokens=config.block_tokens, shards=shards)
   weights = token_weights(
       branch.loss_mask,
       aggregation=config.objective.aggregation,

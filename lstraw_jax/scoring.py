@@ -49,7 +49,8 @@ def score(
   model = jax.lax.stop_gradient(policy).model
 
   steps = branches.inputs.shape[2]
-  size = block_size(steps, block_tokens=block_tokens, mesh=policy.mesh)
+  shards = policy.mesh.shape["context"]
+  size = block_size(steps, block_tokens=block_tokens, shards=shards)
 
   run = partial(
       run_block, temperature=temperature, head_chunk_tokens=head_chunk_tokens

@@ -27,6 +27,7 @@ from lstraw_jax.gradient_sums import zero_gradients
 from lstraw_jax.metrics import PhaseClock
 from lstraw_jax.prompt_gradient import PromptLoss, add_prompt_gradient
 from lstraw_jax.prompt_state import MemoryKind
+from lstraw_jax.replay import ReplayConfig
 from lstraw_jax.sequences import TokenSequence
 from lstraw_jax.state_cotangent import (
     CotangentDtype,
@@ -34,6 +35,7 @@ from lstraw_jax.state_cotangent import (
     zero_cotangent,
 )
 from lstraw_jax.train_state import TrainState, advance
+from lstraw_jax.update_config import UpdateConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,17 @@ class SftConfig:
     for name in ("capture_chunk_tokens", "head_chunk_tokens"):
       if getattr(self, name) < 1:
         raise ValueError(f"{name}={getattr(self, name)}: want at least 1")
+
+  def as_update(self) -> UpdateConfig:
+    """Returns the update of GRPO that, without branches, is this one."""
+    return UpdateConfig(
+        prompt_gradient="exact",
+        tape=self.tape,
+        cotangent_dtype=self.cotangent_dtype,
+        replay=ReplayConfig(head_chunk_tokens=self.head_chunk_tokens),
+        capture_chunk_tokens=self.capture_chunk_tokens,
+        memory_kind=self.memory_kind,
+    )
 
 
 class SftMetrics(NamedTuple):

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from modeling.layer_state import KvState, Prefix, prefix_specs
 from modeling.sharding import spec
-from pallas_kernels.staging import put_like, stage
+from pallas_kernels.staging import read, write
 
 _STORED = prefix_specs()
 
@@ -38,15 +38,13 @@ def write_frame(
       in_specs=(_STORED, _STORED, spec(())),
       out_specs=_STORED,
   )
-  def write(stored, own, frame):
+  def put_frame(stored, own, frame):
     share = own.positions.shape[1]
     valid = own.positions >= 0
 
     def put(x, new, valid, axis):
-      start = frame * share
-      old = stage(jax.lax.dynamic_slice_in_dim(x, start, share, axis))
-      new = put_like(jnp.where(valid, new, old), x)
-      return jax.lax.dynamic_update_slice_in_dim(x, new, start, axis)
+      start = _start(x, frame * share, axis)
+      return write(x, jnp.where(valid, new, read(x, start, new.shape)), start)
 
     put_slots = partial(put, valid=valid[None, :, :, None, None], axis=2)
     return Prefix(
@@ -54,7 +52,7 @@ def write_frame(
         positions=put(stored.positions, own.positions, valid, axis=1),
     )
 
-  return write(stored, own, frame)
+  return put_frame(stored, own, frame)
 
 
 def read_frame(
@@ -69,8 +67,16 @@ def read_frame(
       in_specs=(_STORED.slots, spec(())),
       out_specs=_STORED.slots,
   )
-  def read(slots, frame):
-    take = partial(jax.lax.dynamic_slice_in_dim, slice_size=share, axis=2)
-    return jax.tree.map(lambda x: stage(take(x, frame * share)), slots)
+  def take_frame(slots, frame):
+    def take(x):
+      sizes = (*x.shape[:2], share, *x.shape[3:])
+      return read(x, _start(x, frame * share, 2), sizes)
 
-  return read(slots, frame)
+    return jax.tree.map(take, slots)
+
+  return take_frame(slots, frame)
+
+
+def _start(x, index, axis):
+  """Indices of one dtype of a slice that is cut along one axis."""
+  return [index if i == axis else jnp.int32(0) for i in range(x.ndim)]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -12,7 +11,9 @@ import optax
 from flax import nnx
 
 from lstraw_jax.policy import Policy
+from lstraw_jax.prompt_state import MemoryKind, check_memory_kind
 from modeling.sharding import shardings, to_mesh
+from pallas_kernels.staging import stage
 
 
 @jax.tree_util.register_dataclass
@@ -37,6 +38,7 @@ def make_train_state(
     *,
     seed: int,
     with_reference: bool,
+    memory_kind: MemoryKind = "device",
 ) -> TrainState:
   """Returns the state before the first update.
 
@@ -46,7 +48,12 @@ def make_train_state(
     seed: of all random choices of the run.
     with_reference: keep a copy of the trained weights as they are now, for a
       KL penalty; with adapters that copy is small.
+    memory_kind: where the optimizer's moments lie between its steps.
+
+  Raises:
+    ValueError: if the backend has no such memory.
   """
+  check_memory_kind(memory_kind, policy.mesh)
 
   def make(trainable: nnx.State) -> dict[str, Any]:
     return {
@@ -58,9 +65,25 @@ def make_train_state(
         else None,
     }
 
-  layout = shardings(jax.eval_shape(make, policy.trainable), policy.mesh)
+  shapes = jax.eval_shape(make, policy.trainable)
+  layout = shardings(shapes, policy.mesh)
+  layout["opt_state"] = moments_in(
+      memory_kind, shapes["opt_state"], layout["opt_state"]
+  )
   made = jax.jit(make, out_shardings=layout)(policy.trainable)
   return TrainState(policy=policy, **made)
+
+
+def moments_in(memory_kind: MemoryKind, shapes: Any, layout: Any) -> Any:
+  """Returns a layout of an optimizer's state with its moments in a memory.
+
+  Its counters stay on the device.
+  """
+  return jax.tree.map(
+      lambda x, where: where.with_memory_kind(memory_kind) if x.ndim else where,
+      shapes,
+      layout,
+  )
 
 
 def advance(
@@ -131,15 +154,28 @@ def apply_gradients(
   The weights and the optimizer state are consumed; the new ones lie where they
   lay, in the same buffers.
   """
-  consumed = trainable, opt_state
-  layouts = jax.tree.map(lambda leaf: leaf.sharding, consumed)
-  leaves, structure = jax.tree.flatten(layouts)
-  program = _program(optimizer, structure, tuple(leaves))
+  program = optimizer_program(optimizer, trainable, opt_state)
   return program(trainable, opt_state, gradients, denominator)
 
 
+def optimizer_program(
+    optimizer: optax.GradientTransformation,
+    trainable: nnx.State,
+    opt_state: optax.OptState,
+) -> Any:
+  """Returns the jitted step for weights and a state that lie where these do.
+
+  Its arguments are those of `apply_gradients`, but the optimizer; arrays may be
+  given as shapes.
+  """
+  consumed = trainable, opt_state
+  layouts = jax.tree.map(lambda leaf: leaf.sharding, consumed)
+  leaves, structure = jax.tree.flatten(layouts)
+  return _program(optimizer, structure, tuple(leaves))
+
+
 @functools.cache
-def _program(optimizer, structure, layouts) -> Callable[..., Applied]:
+def _program(optimizer, structure, layouts) -> Any:
   """Returns the step for this layout; left to itself, jit may change it."""
   trainable, opt_state = jax.tree.unflatten(structure, layouts)
   anywhere: Any = None
@@ -153,6 +189,7 @@ def _program(optimizer, structure, layouts) -> Callable[..., Applied]:
 def _apply_gradients(
     optimizer, trainable, opt_state, gradients, denominator
 ) -> Applied:
+  opt_state = stage(opt_state)
   gradients = jax.tree.map(lambda g: g / denominator.astype(g.dtype), gradients)
   grad_norm = optax.tree.norm(gradients)
   gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), gradients, trainable)

@@ -105,10 +105,8 @@ def delta_axes(config: Qwen3_5Config, mesh: Mesh) -> DeltaState:
   return DeltaState(recurrent=recurrent, conv_q=conv, conv_k=conv, conv_v=conv)
 
 
-def empty_recurrent(
-    config: Qwen3_5Config, *, mesh: Mesh, batch: int
-) -> DeltaState:
-  """Returns the state before the first token, laid out by `delta_axes`."""
+def delta_shapes(config: Qwen3_5Config, *, batch: int) -> DeltaState:
+  """Returns the shapes of the recurrent states of so many rows."""
   layers = (config.num_blocks, config.full_attention_interval - 1, batch)
   window = config.linear_conv_kernel_dim - 1
   keys = (config.linear_num_key_heads, config.linear_key_head_dim)
@@ -116,13 +114,25 @@ def empty_recurrent(
   matrix = (values[0], keys[1], values[1])
   dtype = config.activation_dtype
 
+  def shape(*sizes, dtype=dtype) -> Any:
+    return jax.ShapeDtypeStruct((*layers, *sizes), dtype)
+
+  return DeltaState(
+      recurrent=shape(*matrix, dtype=wide_dtype(dtype)),
+      conv_q=shape(window, *keys),
+      conv_k=shape(window, *keys),
+      conv_v=shape(window, *values),
+  )
+
+
+def empty_recurrent(
+    config: Qwen3_5Config, *, mesh: Mesh, batch: int
+) -> DeltaState:
+  """Returns the state before the first token, laid out by `delta_axes`."""
+  shapes = delta_shapes(config, batch=batch)
+
   def zeros():
-    return DeltaState(
-        recurrent=jnp.zeros((*layers, *matrix), wide_dtype(dtype)),
-        conv_q=jnp.zeros((*layers, window, *keys), dtype),
-        conv_k=jnp.zeros((*layers, window, *keys), dtype),
-        conv_v=jnp.zeros((*layers, window, *values), dtype),
-    )
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
   # Not eagerly: that would make the whole of it on one device first.
   where = jax.tree.map(

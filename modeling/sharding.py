@@ -156,6 +156,13 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
   )
 
 
+def shard_bytes(x: jax.ShapeDtypeStruct, axes: Axes, mesh: Any) -> int:
+  """Returns the bytes of an array's part on each device that `axes` give it."""
+  used = [axis for name in axes if name for axis in RULES[name]]
+  parts = math.prod(mesh.shape[axis] for axis in used)
+  return math.prod(x.shape) * x.dtype.itemsize // parts
+
+
 def names(variable: nnx.Variable) -> Axes:
   """Returns the logical name of each axis of a weight."""
   return variable.get_metadata()["out_sharding"]

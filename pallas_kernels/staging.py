@@ -1,13 +1,20 @@
-"""Host and device memory: a state may lie in either, and nothing else knows.
+"""Stored arrays are read and written a slice at a time, wherever they lie.
 
-Which memory an array lies in is a part of its type, so that no flag is passed
-down: both functions do nothing to an array that is already there, and JAX
-refuses at trace time any operation that would mix the two.
+Host memory or the device's: which one is a part of an array's type, so that no
+flag is passed down. `stage` and `put_like` do nothing to an array that is
+already there, and JAX refuses at trace time any operation that would mix the
+two.
+
+A slice is laid out in rows, as the whole is. Left alone, the compiler may pick
+for the slice what suits the product that it goes into, and then copies the
+whole, all layers of a prompt, to have it so as well.
 """
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 T = TypeVar("T")
 
@@ -24,3 +31,18 @@ def stage(tree: T) -> T:
 def put_like(x: jax.Array, like: jax.Array) -> jax.Array:
   """Has an array in the memory that another one lies in."""
   return jax.device_put(x, jax.typeof(like).memory_space)
+
+
+def read(x: jax.Array, start: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
+  """Returns a slice of a stored array, on the device."""
+  return _in_rows(stage(jax.lax.dynamic_slice(x, start, sizes)))
+
+
+def write(x: jax.Array, new: jax.Array, start: Sequence[Any]) -> jax.Array:
+  """Returns a stored array with a slice replaced, in place if it is donated."""
+  new = put_like(_in_rows(new.astype(x.dtype)), x)
+  return jax.lax.dynamic_update_slice(x, new, start)
+
+
+def _in_rows(x):
+  return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

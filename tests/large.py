@@ -4,19 +4,13 @@ The axes of a buffer of such a program tell what it holds.
 """
 
 import functools
-from functools import partial
 
 import jax
-import jax.numpy as jnp
 
-from lstraw_jax.gradient_sums import zero_gradients
-from lstraw_jax.policy import Policy, make_policy
-from lstraw_jax.prompt_gradient import pull_back_chunk
-from lstraw_jax.prompt_state import PromptState, empty_prompt_state
-from lstraw_jax.replay import ReplayConfig, replay
-from lstraw_jax.rollouts import BranchBatch
-from lstraw_jax.state_cotangent import StateCotangent, zero_cotangent
-from modeling.qwen3_5 import abstract_model
+from lstraw_jax.capacity.stage_programs import StagePrograms
+from lstraw_jax.capacity.workload import Workload
+from lstraw_jax.replay import ReplayConfig
+from lstraw_jax.update_config import UpdateConfig
 from modeling.qwen3_5_config import Qwen3_5Config
 from modeling.sharding import make_mesh
 from tests import tiny
@@ -31,21 +25,28 @@ LARGE = tiny.config(
 
 
 def shapes(
-    config: Qwen3_5Config, *, slots: int
-) -> tuple[Policy, PromptState, StateCotangent]:
-  """Returns a policy, a prompt state and its cotangent, as shapes."""
-  policy = make_policy(abstract_model(config))
-  prompt = jax.eval_shape(
-      partial(
-          empty_prompt_state,
-          config,
-          mesh=make_mesh(),
-          capacity=slots,
-          chunk_tokens=CHUNK,
-          batch=1,
-      )
+    *,
+    slots: int = SLOTS,
+    config: Qwen3_5Config = LARGE,
+    group_size: int = 2,
+    exact: bool = True,
+) -> StagePrograms:
+  """Returns the programs of an update with responses of two blocks."""
+  update = UpdateConfig(
+      prompt_gradient="exact" if exact else "dropped",
+      replay=ReplayConfig(block_tokens=BLOCK, head_chunk_tokens=HEAD_ROWS),
+      capture_chunk_tokens=CHUNK,
+      response_multiple=2 * BLOCK,
   )
-  return policy, prompt, jax.eval_shape(zero_cotangent, policy, prompt)
+  workload = Workload(
+      model=config,
+      prompt_tokens=slots + 1,
+      response_tokens=2 * BLOCK,
+      group_size=group_size,
+      update=update,
+  )
+  assert workload.capacity == slots, "slots: a step of the ladder of buckets"
+  return StagePrograms(workload, make_mesh())
 
 
 @functools.cache
@@ -56,44 +57,14 @@ def compiled_replay(
     config: Qwen3_5Config = LARGE,
     exact: bool = False,
 ) -> jax.stages.Compiled:
-  """Replay of responses of two blocks."""
-  policy, prompt, cotangent = shapes(config, slots=slots)
-  shape = partial(jax.ShapeDtypeStruct, (1, group_size, 2 * BLOCK))
-  branches = BranchBatch(
-      inputs=shape(jnp.int32),
-      targets=shape(jnp.int32),
-      valid=shape(bool),
-      loss_mask=shape(bool),
-      old_log_probs=shape(jnp.float32),
-      ref_log_probs=None,
-      advantages=jax.ShapeDtypeStruct((1, group_size), jnp.float32),
+  """Compiles replay."""
+  programs = shapes(
+      slots=slots, config=config, group_size=group_size, exact=exact
   )
-  lowered = replay.lower(
-      policy,
-      prompt,
-      branches,
-      jax.eval_shape(zero_gradients, policy),
-      cotangent if exact else None,
-      config=ReplayConfig(block_tokens=BLOCK, head_chunk_tokens=HEAD_ROWS),
-  )
-  return lowered.compile()
+  return programs.lower("replay").compile()
 
 
 @functools.cache
 def compiled_sweep(*, slots: int = SLOTS) -> jax.stages.Compiled:
-  """The reverse sweep over one chunk, without a loss of its own."""
-  policy, prompt, cotangent = shapes(LARGE, slots=slots)
-  shape = jax.ShapeDtypeStruct
-  lowered = pull_back_chunk.lower(
-      policy,
-      prompt,
-      prompt.recurrent,
-      shape((1, CHUNK), jnp.int32),
-      shape((), jnp.int32),
-      None,
-      jax.eval_shape(zero_gradients, policy),
-      cotangent,
-      shape((), jnp.float32),
-      head_chunk_tokens=0,
-  )
-  return lowered.compile()
+  """Compiles the reverse sweep over one chunk, without a loss of its own."""
+  return shapes(slots=slots).lower("prompt_gradient").compile()

@@ -52,6 +52,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.optimizer.eps = 1e-8
   config.optimizer.weight_decay = 0.0
   config.optimizer.max_grad_norm = 1.0
+  config.optimizer.memory_kind = "device"  # or "pinned_host": its moments there
 
   config.train = ml_collections.ConfigDict()
   config.train.steps = 100
@@ -91,6 +92,9 @@ def get_config() -> ml_collections.ConfigDict:
 
   config.state = ml_collections.ConfigDict()
   config.state.memory_kind = "device"  # or "pinned_host": prompts' slots there
+
+  config.memory = ml_collections.ConfigDict()
+  config.memory.device_bytes = 0  # of a device; 0 asks it, if it can tell
 
   config.distributed = ml_collections.ConfigDict()
   config.distributed.coordinator = ""  # HOST:PORT of process 0

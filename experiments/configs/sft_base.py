@@ -12,7 +12,7 @@ from experiments.configs import base
 
 _SECTIONS = (
     "model", "lora", "optimizer", "capture", "checkpoint", "mesh", "state",
-    "distributed",
+    "memory", "distributed",
 )  # fmt: skip
 _OF_DATA = ("prompt_tokens", "max_prompt_tokens")
 _OF_TRAIN = (

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.prefix_attention.reference import Sink, visible
 from pallas_kernels.shapes import wide_dtype
-from pallas_kernels.staging import put_like, stage
+from pallas_kernels.staging import read, write
 from pallas_kernels.varying import vary_like
 
 _BLOCK = 512  # keys a step; scores are [B, N, T, H/N, _BLOCK]
@@ -168,12 +168,11 @@ class _Blocks:
     """Adds [B, size, N, ...] to sums of all layers, in place."""
     start = self._start(index)
     new = self._read(sums, start).astype(block.dtype) + block[None]
-    new = put_like(new.astype(sums.dtype), sums)
-    return jax.lax.dynamic_update_slice(sums, new, self._at(start))
+    return write(sums, new, self._at(start))
 
   def _read(self, x, start):
     sizes = (1, x.shape[1], self.size, *x.shape[3:])
-    return stage(jax.lax.dynamic_slice(x, self._at(start), sizes))
+    return read(x, self._at(start), sizes)
 
   def _at(self, start):
     zero = jnp.int32(0)  # the indices must have one dtype

@@ -45,10 +45,22 @@ t.train_until_killed(sys.argv[1])
 
 
 def make_state(
-    *, seed=0, config=TINY, optimizer=OPTIMIZER, reference=True, **mesh
+    *,
+    seed=0,
+    config=TINY,
+    optimizer=OPTIMIZER,
+    reference=True,
+    memory_kind="device",
+    **mesh,
 ):
   policy = tiny.policy(config, seed=seed, mesh=make_mesh(**mesh))
-  return make_train_state(policy, optimizer, seed=7, with_reference=reference)
+  return make_train_state(
+      policy,
+      optimizer,
+      seed=7,
+      with_reference=reference,
+      memory_kind=memory_kind,
+  )
 
 
 @pytest.fixture(scope="module")
@@ -390,3 +402,21 @@ def test_a_run_killed_at_any_moment_goes_on(tmp_path, first):
     assert bits(state) == bits(advance(first, steps=step))
     checkpoints.save(advance(state), position=0)
     assert checkpoints.latest_step() == step + 1
+
+
+@pytest.mark.parametrize(
+    "before, after", [("device", "pinned_host"), ("pinned_host", "device")]
+)
+def test_moments_come_back_to_the_memory_of_the_new_run(
+    tmp_path, before, after
+):
+  saved = train(make_state(memory_kind=before), steps=1)
+  write(tmp_path, saved)
+  restored, _ = read(tmp_path, make_state(memory_kind=after))
+  assert bits(restored) == bits(saved)
+  kinds = {
+      x.sharding.memory_kind
+      for x in jax.tree.leaves(restored.opt_state)
+      if x.ndim
+  }
+  assert kinds == {after}

@@ -3,18 +3,13 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
-from lstraw_jax.capture import capture_chunk
-from lstraw_jax.gradient_sums import zero_gradients
-from lstraw_jax.policy import make_policy
-from lstraw_jax.prompt_state import empty_prompt_state
-from lstraw_jax.replay import ReplayConfig, replay
-from lstraw_jax.rollouts import BranchBatch
-from modeling.qwen3_5 import abstract_model
-from modeling.sharding import make_mesh, shardings
+from lstraw_jax.capacity.stage_programs import StagePrograms
+from lstraw_jax.capacity.workload import Workload
+from lstraw_jax.replay import ReplayConfig
+from lstraw_jax.update_config import UpdateConfig
+from modeling.sharding import make_mesh
 from tests import programs, tiny
 
 # Sizes that occur nowhere else: a shape then tells what an array holds.
@@ -30,63 +25,33 @@ CHUNK, SLOTS, BLOCK = 1024, 5120, 88
 SHARDS = 8
 
 
-def on_mesh(tree, where):
-  """Returns shapes with these shardings."""
-  return jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      tree,
-      where,
-  )
-
-
-@functools.cache
-def arguments(slots: int):
-  """Returns policy and prompt state as shapes on a mesh of eight shards."""
-  mesh = make_mesh(context=SHARDS)
-  policy = make_policy(abstract_model(CONFIG, mesh=mesh))
-  lowered = empty_prompt_state.lower(
-      CONFIG, mesh=mesh, capacity=slots, chunk_tokens=CHUNK, batch=1
-  )
-  return (
-      on_mesh(policy, shardings(policy, mesh)),
-      on_mesh(lowered.out_info, lowered.compile().output_shardings),
-      lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(
-          shape, dtype, sharding=NamedSharding(mesh, PartitionSpec())
+def stage_programs(slots: int = SLOTS) -> StagePrograms:
+  """Returns the programs of an update on a mesh of eight shards."""
+  workload = Workload(
+      model=CONFIG,
+      context=SHARDS,
+      prompt_tokens=slots + 1,
+      response_tokens=2 * BLOCK,
+      group_size=2,
+      update=UpdateConfig(
+          prompt_gradient="dropped",
+          replay=ReplayConfig(block_tokens=BLOCK, head_chunk_tokens=16),
+          capture_chunk_tokens=CHUNK,
+          response_multiple=2 * BLOCK,
       ),
   )
+  assert workload.capacity == slots, "slots: a step of the ladder of buckets"
+  return StagePrograms(workload, make_mesh(context=SHARDS))
 
 
 @functools.cache
 def compiled_capture(slots: int = SLOTS):
-  policy, state, array = arguments(slots)
-  lowered = capture_chunk.lower(
-      policy, state, array(1, CHUNK), array(), array(1)
-  )
-  return lowered.compile()
+  return stage_programs(slots).lower("capture").compile()
 
 
 @functools.cache
 def compiled_replay(slots: int = SLOTS):
-  policy, state, array = arguments(slots)
-  shape = (1, 2, 2 * BLOCK)
-  branches = BranchBatch(
-      inputs=array(*shape),
-      targets=array(*shape),
-      valid=array(*shape, dtype=bool),
-      loss_mask=array(*shape, dtype=bool),
-      old_log_probs=None,
-      ref_log_probs=None,
-      advantages=array(1, 2, dtype=jnp.float32),
-  )
-  gradients = jax.eval_shape(zero_gradients, policy)
-  return replay.lower(
-      policy,
-      state,
-      branches,
-      on_mesh(gradients, shardings(gradients, policy.mesh)),
-      None,
-      config=ReplayConfig(block_tokens=BLOCK, head_chunk_tokens=16),
-  ).compile()
+  return stage_programs(slots).lower("replay").compile()
 
 
 def sent(program):
@@ -116,7 +81,7 @@ def test_neither_keys_nor_state_are_ever_gathered(compile):
   """An array that is sent has neither the slots' size nor a state's shape."""
   moved = programs.collectives(compile())
   assert moved
-  _, state, _ = arguments(SLOTS)
+  state = stage_programs().prompt
   share = SLOTS // SHARDS
   for operation in moved:
     for shape in operation.shapes:
@@ -133,7 +98,7 @@ def test_neither_keys_nor_state_are_ever_gathered(compile):
 
 def test_capture_writes_its_state_in_place():
   """All of its output is its input's memory, but for 8 bytes that stay."""
-  _, state, _ = arguments(SLOTS)
+  state = stage_programs().prompt
   leaves = len(jax.tree.leaves(state))
   analysis = compiled_capture().memory_analysis()
   assert analysis.alias_size_in_bytes >= bytes_on_a_device(state) - 8

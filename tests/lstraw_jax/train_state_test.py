@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from lstraw_jax.optimizer import OptimizerConfig, make_optimizer
 from lstraw_jax.train_state import apply_gradients, make_train_state
@@ -14,10 +15,14 @@ CONFIG = tiny.config("tiny-moe", dtype="float32", num_hidden_layers=3)
 MESH = dict(data=2, context=2, tensor=2)
 
 
-def make_state(**mesh):
+def make_state(*, memory_kind="device", **mesh):
   policy = tiny.policy(CONFIG, mesh=make_mesh(**mesh))
   return make_train_state(
-      tiny.fresh(policy), OPTIMIZER, seed=3, with_reference=True
+      tiny.fresh(policy),
+      OPTIMIZER,
+      seed=3,
+      with_reference=True,
+      memory_kind=memory_kind,
   )
 
 
@@ -99,3 +104,23 @@ def test_no_device_holds_more_than_its_part_of_the_matrices():
         leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(tree)
     )
     assert held < whole_size / 8 * 1.1
+
+
+def test_moments_in_host_memory_give_the_same_bits_and_stay_there():
+  found = {}
+  for kind in ("device", "pinned_host"):
+    state = make_state(memory_kind=kind, **MESH)
+    applied = step(state)
+    kinds = {
+        x.sharding.memory_kind
+        for x in jax.tree.leaves(moments(applied.opt_state))
+    }
+    assert kinds == {kind}
+    found[kind] = jax.device_get((applied.trainable, applied.opt_state))
+  for here, there in zip(*map(jax.tree.leaves, found.values()), strict=True):
+    assert np.array_equal(here, there)
+
+
+def test_a_memory_that_no_device_has_is_refused():
+  with pytest.raises(ValueError, match=r"memory_kind='disk'.*want one of"):
+    make_state(memory_kind="disk")

@@ -1,0 +1,1 @@
+"""What an update takes of a machine: memory, time, and whether it fits."""

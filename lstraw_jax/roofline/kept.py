@@ -1,0 +1,112 @@
+"""What one device moves to keep states and sums, and to take a step."""
+
+from lstraw_jax.capacity.targets import Target
+from lstraw_jax.capacity.workload import Workload
+from lstraw_jax.roofline.cost import StageCost
+from lstraw_jax.roofline.delta_rule import heads_of_a_device
+from lstraw_jax.roofline.segments import Segments, cotangent_bytes
+from lstraw_jax.roofline.vocabulary import head_matrices, table_elements
+from lstraw_jax.roofline.weights import (
+    attention_matrices,
+    delta_matrices,
+    feed_forward_matrices,
+)
+from lstraw_jax.roofline.widths import widths
+
+
+def slots_written(workload: Workload) -> StageCost:
+  """Counts a capture's keys and values: slots are read, then written."""
+  return _frames(workload, 2 * widths(workload.model).narrow)
+
+
+def cotangents_taken(workload: Workload) -> StageCost:
+  """Counts the cotangents of each chunk's own slots, which a sweep reads."""
+  return _frames(workload, cotangent_bytes(workload))
+
+
+def _frames(workload: Workload, slot_bytes: int) -> StageCost:
+  """Bytes of an element, for all slots of all chunks."""
+  model = workload.model
+  heads = model.num_key_value_heads // workload.tensor
+  slots = workload.chunks * workload.chunk_tokens // workload.context
+  size = slot_bytes * model.num_blocks * slots * 2 * heads * model.head_dim
+  on_host = 0 if workload.slots_on_device else size
+  return StageCost(memory_bytes=size, host_bytes=on_host)
+
+
+def boundaries_kept(workload: Workload) -> StageCost:
+  """Counts the recurrent states that a capture copies to the tape."""
+  if not workload.exact:
+    return StageCost()
+  if workload.update.tape.memory_kind == "device":
+    size = workload.boundaries * recurrent_bytes(workload)
+    return StageCost(memory_bytes=2 * size)
+  return boundaries_taken(workload)
+
+
+def boundaries_taken(workload: Workload) -> StageCost:
+  """Counts those of host memory, brought to the device; others are there."""
+  if workload.update.tape.memory_kind == "device":
+    return StageCost()
+  size = workload.boundaries * recurrent_bytes(workload)
+  return StageCost(memory_bytes=size, host_bytes=size)
+
+
+def recurrent_bytes(workload: Workload) -> int:
+  """Returns the bytes of one state of all linear layers."""
+  model = workload.model
+  narrow, wide, *_ = widths(model)
+  keys, values = model.linear_key_head_dim, model.linear_value_head_dim
+  heads = heads_of_a_device(workload)
+  # q and k of the convolution lie with the value heads that use them.
+  groups = model.linear_num_value_heads // model.linear_num_key_heads
+  channels = heads * values + 2 * (heads // groups) * keys
+  tails = (model.linear_conv_kernel_dim - 1) * channels
+  layers = model.num_hidden_layers - model.num_blocks
+  return layers * (wide * heads * keys * values + narrow * tails)
+
+
+def gradient_sums_cost(
+    segments: Segments, workload: Workload, target: Target
+) -> StageCost:
+  """Counts the addition of each segment's gradients to the sums.
+
+  A gradient is written and read, the sums are read and written in float32.
+  """
+  if not segments.pulled_back:
+    return StageCost()
+  _, wide, _, trained = widths(workload.model)
+  size = 2 * (trained + wide) * trained_elements(workload, target)
+  return StageCost(memory_bytes=size).repeated(segments.count)
+
+
+def optimizer_cost(workload: Workload, target: Target) -> StageCost:
+  """Counts AdamW, which has no products.
+
+  Gradients are read for their norm and for the step, weights and both moments
+  read and written.
+  """
+  _, wide, _, trained = widths(workload.model)
+  size = (2 * wide + 3 * 2 * trained) * trained_elements(workload, target)
+  return StageCost(memory_bytes=size)
+
+
+def trained_elements(workload: Workload, target: Target) -> int:
+  """Returns a device's part of the trained weights, without norms and such."""
+  model = workload.model
+  full, layers = model.num_blocks, model.num_hidden_layers
+  stacked = [
+      (full, attention_matrices(workload)),
+      (layers - full, delta_matrices(workload)),
+      (layers, feed_forward_matrices(workload, target)),
+      (1, head_matrices(workload)),
+  ]
+  count = sum(
+      times * matrix.size // matrix.parts
+      for times, matrices in stacked
+      for matrix in matrices
+      if matrix.trained
+  )
+  if model.lora is None and not model.tie_word_embeddings:
+    count += table_elements(workload) // workload.data
+  return count
