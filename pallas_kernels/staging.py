@@ -35,13 +35,34 @@ def put_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def read(x: jax.Array, start: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
   """Returns a slice of a stored array, on the device."""
-  return _in_rows(stage(jax.lax.dynamic_slice(x, start, sizes)))
+  flat, at, cut = _along_one_axis(x, start, sizes)
+  part = stage(jax.lax.dynamic_slice(flat, at, cut))
+  return _in_rows(part).reshape(sizes)
 
 
 def write(x: jax.Array, new: jax.Array, start: Sequence[Any]) -> jax.Array:
   """Returns a stored array with a slice replaced, in place if it is donated."""
-  new = put_like(_in_rows(new.astype(x.dtype)), x)
-  return jax.lax.dynamic_update_slice(x, new, start)
+  flat, at, cut = x, start, new.shape
+  if jax.typeof(x).memory_space == jax.memory.Space.Host:
+    # Elsewhere it is of no use, and in a loop on a CPU it would copy the whole.
+    flat, at, cut = _along_one_axis(x, start, new.shape)
+  new = put_like(_in_rows(new.astype(x.dtype)).reshape(cut), x)
+  return jax.lax.dynamic_update_slice(flat, new, at).reshape(x.shape)
+
+
+def _along_one_axis(x, start, sizes):
+  """Merges axes of which a slice has one element into the next one.
+
+  A slice of one row of one layer is then cut along one axis; along two, a TPU
+  cannot cut what lies in host memory.
+  """
+  longer = (i for i, size in enumerate(sizes) if size > 1)
+  first = next(longer, len(sizes) - 1)
+  at = start[0]
+  for length, index in zip(x.shape[1:], start[1 : first + 1], strict=False):
+    at = at * length + index
+  flat = x.reshape(-1, *x.shape[first + 1 :])
+  return flat, [at, *start[first + 1 :]], sizes[first:]
 
 
 def _in_rows(x):

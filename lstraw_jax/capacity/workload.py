@@ -41,12 +41,17 @@ class Workload:
     for name in wanted:
       if getattr(self, name) < 1:
         raise ValueError(f"{name}={getattr(self, name)}: want at least 1")
-    if self.chunk_tokens % self.context:
-      whole = -(-self.chunk_tokens // self.context) * self.context
-      raise ValueError(
-          f"chunk_tokens={self.chunk_tokens}: want a multiple of the"
-          f" context={self.context} devices that share it, e.g. {whole}"
-      )
+    for name, tokens in (
+        ("chunk_tokens", self.chunk_tokens),
+        ("block_tokens", self.update.replay.block_tokens),
+    ):
+      shared = name == "chunk_tokens" or not self.supervised
+      if shared and tokens % self.context:
+        whole = -(-tokens // self.context) * self.context
+        raise ValueError(
+            f"{name}={tokens}: want a multiple of the context={self.context}"
+            f" devices that share it, e.g. {whole}"
+        )
 
   @property
   def devices(self) -> int:

@@ -127,6 +127,7 @@ def test_the_real_model_keeps_its_promise_when_compiled(tmp_path):
         ("--prompt_tokens=0", "prompt_tokens=0: want at least 1"),
         ("--response_tokens=-5", "response_tokens=-5: want at least 1"),
         ("--chunk_tokens=1001", "want a multiple of the context=8"),
+        ("--block_tokens=1001", "block_tokens=1001: want a multiple of"),
         ("--chunk_tokens=0", "capture_chunk_tokens=0: want at least 1"),
         ("--trainable=lora", "want 'full', or 'lora:RANK'"),
         ("--trainable=lora:0", "lora.rank=0: want at least 1"),

@@ -21,7 +21,7 @@ CHUNK, CAPACITY, CONTEXT = 8, 4096, 4  # two blocks of 512 slots a shard
 REPLAY = ReplayConfig(block_tokens=8)
 SAMPLING = SamplingConfig(max_tokens=5)
 KINDS = ("device", "pinned_host")
-BLOCK = (1, 1, 512, CONFIG.num_key_value_heads, CONFIG.head_dim)
+BLOCK = (512, CONFIG.num_key_value_heads, CONFIG.head_dim)
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def test_one_block_of_a_layer_at_a_time_comes_to_the_device(stage):
   """And of what a chunk writes, its own slots go back."""
   read = ("Host", "Device", BLOCK)
   share = CHUNK // CONTEXT
-  own = (CONFIG.num_blocks, 1, share, *BLOCK[3:])
+  own = (CONFIG.num_blocks, 1, share, *BLOCK[1:])
   # Keys and values; replay walks blocks forwards, rebuilds each graph,
   # recomputes it layer by layer, and reads them for the gradient.
   times = {"capture": 2, "replay": 8, "sample": 2}[stage]

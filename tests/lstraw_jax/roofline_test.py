@@ -379,8 +379,9 @@ def test_the_work_of_27b_is_the_published_one():
 def test_slots_are_read_and_written_as_often_as_counted(stage):
   """Keys, values and their sums, all of one width here, by their shape."""
   some = workload()
-  model, slots = some.model, some.capacity
-  of_slots = [model.num_blocks, 1, slots, model.num_key_value_heads]
+  model = some.model
+  slot_shape = [model.num_key_value_heads, model.head_dim]
+  slots = model.num_blocks * some.capacity  # of all layers, flat or not
   program = compiled(stage, some)
   found = 0
   for name, runs in times(program).items():
@@ -388,20 +389,19 @@ def test_slots_are_read_and_written_as_often_as_counted(stage):
       if not x.opcode.startswith("dynamic-"):
         continue
       whole, other = (program.instructions[y] for y in x.operands[:2])
-      if array_sizes(whole.shape)[:4] == of_slots:
+      sizes = array_sizes(whole.shape)
+      if sizes[-2:] == slot_shape and math.prod(sizes[:-2]) == slots:
         part = x if x.opcode == "dynamic-slice" else other
         often = sum(run.known for run in runs)
         found += 4 * often * math.prod(array_sizes(part.shape))
-  frames = {"capture": 2, "prompt_gradient": 1}.get(
-      stage, 0
-  ) * some.chunk_tokens
+  frames = {"capture": 2, "prompt_gradient": 1}.get(stage, 0)
   wanted = sum(
       keys.read * (4 + segments.pulled_back * (2 * 4 + 2 * keys.sum_bytes))
       for segments in as_compiled(stage, some)
       for keys in segments.keys[1:2]
   )
   slot = 2 * model.num_blocks * model.num_key_value_heads * model.head_dim
-  assert found == slot * (wanted + 4 * frames)
+  assert found == slot * (wanted + 4 * frames * some.chunk_tokens)
 
 
 def test_host_memory_moves_what_the_device_would():
