@@ -70,7 +70,8 @@ def main(argv):
   longest = None
   if limit is not None:
     longest = longest_prompt(workload, limit)
-    console.print(f"longest prompt that fits: {longest:,} tokens")
+    if_room = ", if the host has room" if plan.host else ""
+    console.print(f"longest prompt that fits: {longest:,} tokens{if_room}")
     if plan.peak > limit:
       advice = advise(workload, limit)
       console.print(tables.advice_table(advice, limit))

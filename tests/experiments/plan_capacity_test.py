@@ -67,6 +67,7 @@ def test_host_memory_is_planned_for_each_host(tmp_path):
   share = found["host_bytes_per_device"]
   assert share == 65_536 * 2_097_152 // 8
   assert f"{8 * share / 1e9:,.2f} GB a host" in shown
+  assert "if the host has room" in shown
 
 
 @pytest.mark.first_class
@@ -86,6 +87,7 @@ def test_the_compiler_is_asked_in_another_process(tmp_path):
 
 
 @needs_compiler
+@pytest.mark.first_class
 def test_programs_are_compiled_for_gpus_that_are_not_there(tmp_path):
   shown, found = plan(
       *SMALL,
@@ -99,6 +101,28 @@ def test_programs_are_compiled_for_gpus_that_are_not_there(tmp_path):
       for engine in ("planned", "compiled")
   ]
   assert in_band(peaks[0] / peaks[1]), shown
+
+
+@needs_compiler
+@pytest.mark.first_class
+def test_no_stage_copies_the_prompt(tmp_path):
+  """Left alone, XLA lays keys, values or their sums out anew: all of them."""
+  found = []
+  for prompt_tokens in (65_536, 262_144):
+    _, numbers = plan(
+        *SMALL,
+        f"--prompt_tokens={prompt_tokens}",
+        "--target=h200:1",
+        "--prompt_gradient=exact",
+        "--compile",
+        out=tmp_path,
+    )
+    found.append(numbers["compiled"])
+  for stage in ("capture", "score", "replay", "prompt_gradient"):
+    few, many = (stages[stage]["temporaries"] for stages in found)
+    grown = (many - few) / (262_144 - 65_536)
+    print(f"{stage}: {grown:.2f} bytes a prompt token")
+    assert grown < 5, stage  # which slots a chunk sees; the state has 512
 
 
 @needs_compiler

@@ -48,6 +48,8 @@ from modeling.qwen3_5 import parameter_count
 from modeling.qwen3_5_config import LINEAR_NAMES, LoraConfig, MoeConfig
 from modeling.sharding import make_mesh
 
+pytestmark = pytest.mark.first_class
+
 ROOT = pathlib.Path(__file__).parents[2]
 CPU, H20 = TARGETS["cpu"], TARGETS["h20-3e"]
 LORA = LoraConfig(rank=8, alpha=8.0, targets=LINEAR_NAMES)
