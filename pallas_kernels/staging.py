@@ -42,12 +42,20 @@ def read(x: jax.Array, start: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
 
 def write(x: jax.Array, new: jax.Array, start: Sequence[Any]) -> jax.Array:
   """Returns a stored array with a slice replaced, in place if it is donated."""
-  flat, at, cut = x, start, new.shape
-  if jax.typeof(x).memory_space == jax.memory.Space.Host:
-    # Elsewhere it is of no use, and in a loop on a CPU it would copy the whole.
+  new = _in_rows(new.astype(x.dtype))
+
+  def along_one_axis(x, new, start):
     flat, at, cut = _along_one_axis(x, start, new.shape)
-  new = put_like(_in_rows(new.astype(x.dtype)).reshape(cut), x)
-  return jax.lax.dynamic_update_slice(flat, new, at).reshape(x.shape)
+    new = put_like(new.reshape(cut), x)
+    return jax.lax.dynamic_update_slice(flat, new, at).reshape(x.shape)
+
+  def at_once(x, new, start):
+    return jax.lax.dynamic_update_slice(x, put_like(new, x), start)
+
+  # On a CPU the other form would, in a loop, copy the whole.
+  return jax.lax.platform_dependent(
+      x, new, start, tpu=along_one_axis, default=at_once
+  )
 
 
 def _along_one_axis(x, start, sizes):
