@@ -49,9 +49,16 @@ def check_fits(
     force: only say that it is too little.
 
   Raises:
-    ValueError: if it is too little, with what would help.
+    ValueError: if it is too little, with what would help; or if
+      `memory.device_bytes` is negative.
   """
-  limit = config.memory.device_bytes or device_memory()
+  given = config.memory.device_bytes
+  if given < 0:
+    raise ValueError(
+        f"memory.device_bytes={given}: want a number of bytes, or 0 to ask the"
+        " device"
+    )
+  limit = given or device_memory()
   if not limit:
     return
   workload = Workload(
@@ -64,10 +71,9 @@ def check_fits(
   plan = plan_memory(workload)
   if plan.peak <= limit:
     return
-  stage = max(plan.stages, key=lambda name: plan.stages[name].total)
   needs = (
-      f"the run needs about {_gb(plan.peak)} a device, in {stage}, of the"
-      f" {_gb(limit)} that there are"
+      f"the run needs about {_gb(plan.peak)} a device, in {plan.largest}, of"
+      f" the {_gb(limit)} that there are"
   )
   if force:
     say(f"{needs}; started because of --force")

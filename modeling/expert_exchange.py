@@ -27,7 +27,7 @@ from pallas_kernels.shapes import wide, wide_dtype
 from pallas_kernels.varying import vary_like
 
 _AXIS = "context"
-_SLACK = 2  # balanced shares that a round has room for
+SLACK = 2  # balanced shares that a round has room for
 
 # (params, rows grouped by expert, rows of each expert) -> as many results. Rows
 # after the last group are padding: they are zero, and their results unused.
@@ -81,7 +81,7 @@ def apply_experts(
 
 def round_capacity(rows: int, shards: int) -> int:
   """Returns how many rows one shard can send to one shard in a round."""
-  return min(-(-_SLACK * rows // shards), rows)
+  return min(-(-SLACK * rows // shards), rows)
 
 
 def rounds_needed(sizes: jax.Array, capacity: int) -> jax.Array:

@@ -24,7 +24,6 @@ class ProgramMemory(NamedTuple):
   outputs: int
   aliased: int  # outputs in the memory of arguments
   temporaries: int
-  host: int  # in host memory, and not in the others
 
   @property
   def total(self) -> int:
@@ -41,10 +40,6 @@ def memory_of(compiled: jax.stages.Compiled) -> ProgramMemory:
       outputs=memory.output_size_in_bytes,
       aliased=memory.alias_size_in_bytes,
       temporaries=memory.temp_size_in_bytes,
-      host=memory.host_argument_size_in_bytes
-      + memory.host_output_size_in_bytes
-      - memory.host_alias_size_in_bytes
-      + memory.host_temp_size_in_bytes,
   )
 
 

@@ -56,6 +56,20 @@ def kept_bytes(workload: Workload) -> KeptBytes:
   )
 
 
+def recurrent_bytes(workload: Workload, *, cotangent: bool = False) -> int:
+  """Returns the bytes of one recurrent state, or of its cotangent."""
+  config = workload.model
+  mesh = _mesh((workload.data, workload.context, workload.tensor))
+  shapes = delta_shapes(config, batch=workload.data)
+  if cotangent:
+    shapes = jax.tree.map(_widened, shapes)
+  axes = delta_axes(config, mesh)
+  return sum(
+      shard_bytes(getattr(shapes, name), getattr(axes, name), mesh)
+      for name in vars(shapes)
+  )
+
+
 @functools.cache
 def _weights(
     config: Qwen3_5Config, optimizer: OptimizerConfig, sizes: tuple[int, ...]
@@ -79,17 +93,11 @@ def _state(workload: Workload, mesh: Any) -> dict[str, int]:
   slots = jax.eval_shape(
       lambda: empty_slots(config, batch=rows, slots=workload.capacity)
   )
-  recurrent = delta_shapes(config, batch=rows)
-  axes = delta_axes(config, mesh)
   positions = jax.ShapeDtypeStruct((rows, workload.capacity), jnp.int32)
   narrow = workload.update.cotangent_dtype == "bfloat16"
   slot_bytes = lambda tree: sum(
       shard_bytes(x, ("layers", *SLOT_AXES), mesh)
       for x in jax.tree.leaves(tree)
-  )
-  delta_bytes = lambda tree: sum(
-      shard_bytes(getattr(tree, name), getattr(axes, name), mesh)
-      for name in vars(tree)
   )
   scalars = (2 * rows + 1) * 4  # length, next_token, policy_step
   sums = jax.tree.map(
@@ -98,9 +106,9 @@ def _state(workload: Workload, mesh: Any) -> dict[str, int]:
   return dict(
       slots=slot_bytes(slots),
       positions=shard_bytes(positions, POSITION_AXES, mesh) + scalars,
-      recurrent=delta_bytes(recurrent),
+      recurrent=recurrent_bytes(workload),
       cotangent_slots=slot_bytes(sums),
-      cotangent_recurrent=delta_bytes(jax.tree.map(_widened, recurrent)),
+      cotangent_recurrent=recurrent_bytes(workload, cotangent=True),
   )
 
 

@@ -40,9 +40,14 @@ class MemoryPlan(NamedTuple):
   host: int  # bytes of host memory for each device
 
   @property
+  def largest(self) -> str:
+    """The stage that holds most."""
+    return max(self.stages, key=lambda name: self.stages[name].total)
+
+  @property
   def peak(self) -> int:
-    """That of the largest stage."""
-    return max(stage.total for stage in self.stages.values())
+    """What it holds."""
+    return self.stages[self.largest].total
 
 
 def plan_memory(workload: Workload) -> MemoryPlan:

@@ -109,14 +109,13 @@ class StagePrograms:
     group = (workload.data, workload.group_size)
     tokens = partial(self._whole, (*group, workload.response_slots))
     stored = workload.update.old_log_probs == "rollouts"
-    with_kl = workload.update.replay.objective.kl_coef > 0
     return BranchBatch(
         inputs=tokens(jnp.int32),
         targets=tokens(jnp.int32),
         valid=tokens(jnp.bool),
         loss_mask=tokens(jnp.bool),
         old_log_probs=tokens(jnp.float32) if stored else None,
-        ref_log_probs=tokens(jnp.float32) if with_kl else None,
+        ref_log_probs=tokens(jnp.float32) if workload.with_kl else None,
         advantages=self._whole(group, jnp.float32),
     )
 

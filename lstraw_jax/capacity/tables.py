@@ -126,8 +126,7 @@ def advice_table(advice: Sequence[Advice], limit: int) -> Table:
 def verdict(plan: MemoryPlan, machine: Machine) -> str:
   """Says whether the plan fits, by how much, and which stage is the largest."""
   limit = machine.target.memory_bytes
-  largest = max(plan.stages, key=lambda name: plan.stages[name].total)
-  peak = f"peak {plan.peak / 1e9:,.2f} GB a device, in {_words(largest)}"
+  peak = f"peak {plan.peak / 1e9:,.2f} GB a device, in {_words(plan.largest)}"
   if limit is None:
     return f"{peak}; the memory of {machine.name} is not known"
   left = limit - plan.peak

@@ -10,14 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lstraw_jax.branch import block_size
 from lstraw_jax.capacity.kept_bytes import KeptBytes
 from lstraw_jax.capacity.workload import Workload
+from modeling.expert_exchange import SLACK
 from modeling.qwen3_5_config import Qwen3_5Config
+from pallas_kernels.prefix_attention import KEY_BLOCK
 from pallas_kernels.shapes import wide_dtype
-
-_KEY_BLOCK = 512  # of prefix_attention
-_ROUND = 2  # balanced shares that a round of the expert exchange has room for
 
 
 class _Arrays(NamedTuple):
@@ -59,11 +57,7 @@ def temporaries(stage: str, workload: Workload, kept: KeptBytes) -> int:
   over_chunks = stage in ("capture", "prompt_gradient")
   tokens = workload.chunk_tokens
   if not over_chunks:
-    tokens = block_size(
-        workload.response_slots,
-        block_tokens=workload.update.replay.block_tokens,
-        shards=workload.context,
-    )
+    tokens = workload.block_tokens
   sizes = _sizes(workload, tokens, kept)
   backward = stage in ("replay", "prompt_gradient")
   return int(np.dot(sizes, _BACKWARD if backward else _FORWARD))
@@ -82,7 +76,7 @@ def _sizes(workload: Workload, tokens: int, kept: KeptBytes) -> _Arrays:
   vocabulary = model.vocab_size * model.hidden_size
   tables = 1 if model.tie_word_embeddings else 2
   return _Arrays(
-      scores=tokens * model.num_attention_heads * _KEY_BLOCK * wide / tensor,
+      scores=tokens * model.num_attention_heads * KEY_BLOCK * wide / tensor,
       delta=_delta_values(workload, tokens) * wide,
       exchange=_exchanged(workload, tokens) * itemsize,
       layer=(mixer + feed_forward) / tensor * made,
@@ -128,5 +122,5 @@ def _exchanged(workload: Workload, tokens: int) -> float:
   model = workload.model
   if model.moe is None:
     return 0
-  rows = _ROUND * tokens / workload.context * model.moe.num_experts_per_tok
+  rows = SLACK * tokens / workload.context * model.moe.num_experts_per_tok
   return rows * model.hidden_size

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from lstraw_jax.branch import block_size
 from lstraw_jax.optimizer import OptimizerConfig
 from lstraw_jax.rollouts import bucket
 from lstraw_jax.update_config import UpdateConfig
@@ -77,6 +78,15 @@ class Workload:
   def response_slots(self) -> int:
     """Tokens that a response is padded to, as `to_branch_batch` does."""
     return bucket(self.response_tokens, multiple=self.update.response_multiple)
+
+  @property
+  def block_tokens(self) -> int:
+    """Tokens of a response that have a graph at once."""
+    return block_size(
+        self.response_slots,
+        block_tokens=self.update.replay.block_tokens,
+        shards=self.context,
+    )
 
   @property
   def supervised(self) -> bool:

@@ -6,9 +6,8 @@ from lstraw_jax.roofline.cost import StageCost, gathered, reduced
 from lstraw_jax.roofline.products import Matrix
 from lstraw_jax.roofline.segments import Segments
 from lstraw_jax.roofline.widths import widths
+from modeling.expert_exchange import SLACK
 from modeling.qwen3_5_config import MoeConfig
-
-_SLACK = 2  # balanced loads that a round has room for, see expert_exchange.py
 
 
 def expert_matrices(workload: Workload, target: Target) -> list[Matrix]:
@@ -71,7 +70,7 @@ def exchange_cost(segments: Segments, workload: Workload) -> StageCost:
 
 def _room(workload: Workload) -> int:
   """Returns the rows that a round has room for, in balanced loads."""
-  return min(_SLACK, workload.context)
+  return min(SLACK, workload.context)
 
 
 def _moe(workload: Workload) -> MoeConfig:

@@ -1,9 +1,9 @@
 """What one device moves to keep states and sums, and to take a step."""
 
+from lstraw_jax.capacity.kept_bytes import recurrent_bytes
 from lstraw_jax.capacity.targets import Target
 from lstraw_jax.capacity.workload import Workload
 from lstraw_jax.roofline.cost import StageCost
-from lstraw_jax.roofline.delta_rule import heads_of_a_device
 from lstraw_jax.roofline.segments import Segments, cotangent_bytes
 from lstraw_jax.roofline.vocabulary import head_matrices, table_elements
 from lstraw_jax.roofline.weights import (
@@ -52,20 +52,6 @@ def boundaries_taken(workload: Workload) -> StageCost:
   return StageCost(memory_bytes=size, host_bytes=size)
 
 
-def recurrent_bytes(workload: Workload) -> int:
-  """Returns the bytes of one state of all linear layers."""
-  model = workload.model
-  narrow, wide, *_ = widths(model)
-  keys, values = model.linear_key_head_dim, model.linear_value_head_dim
-  heads = heads_of_a_device(workload)
-  # q and k of the convolution lie with the value heads that use them.
-  groups = model.linear_num_value_heads // model.linear_num_key_heads
-  channels = heads * values + 2 * (heads // groups) * keys
-  tails = (model.linear_conv_kernel_dim - 1) * channels
-  layers = model.num_hidden_layers - model.num_blocks
-  return layers * (wide * heads * keys * values + narrow * tails)
-
-
 def gradient_sums_cost(
     segments: Segments, workload: Workload, target: Target
 ) -> StageCost:
@@ -84,11 +70,16 @@ def optimizer_cost(workload: Workload, target: Target) -> StageCost:
   """Counts AdamW, which has no products.
 
   Gradients are read for their norm and for the step, weights and both moments
-  read and written.
+  read and written. Moments in host memory come to the device and go back.
   """
   _, wide, _, trained = widths(workload.model)
-  size = (2 * wide + 3 * 2 * trained) * trained_elements(workload, target)
-  return StageCost(memory_bytes=size)
+  count = trained_elements(workload, target)
+  moments = 2 * 2 * trained * count
+  on_device = workload.optimizer.memory_kind == "device"
+  return StageCost(
+      memory_bytes=(2 * wide + 2 * trained) * count + moments,
+      host_bytes=0 if on_device else moments,
+  )
 
 
 def trained_elements(workload: Workload, target: Target) -> int:

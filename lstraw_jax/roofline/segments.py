@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from lstraw_jax.capacity.workload import Workload
 from lstraw_jax.roofline.widths import widths
-
-_KEY_BLOCK = 512  # that of pallas_kernels/prefix_attention/xla.py
+from pallas_kernels.prefix_attention import KEY_BLOCK
 
 
 class Keys(NamedTuple):
@@ -101,7 +100,7 @@ def _blocks_of_group(
     workload: Workload, blocks: Sequence[int], *, pulled_back: bool
 ) -> Segments:
   """Block j attends to itself, to the prompt, and to the j blocks before it."""
-  group, size = workload.group_size, _block_tokens(workload)
+  group, size = workload.group_size, workload.block_tokens
   share = size // workload.context
   room = _blocks(workload) * share
   # Those of padding alone see nothing.
@@ -156,7 +155,7 @@ def cotangent_bytes(workload: Workload) -> int:
 
 def _in_blocks(filled: int, room: int) -> int:
   """Returns the keys of the blocks that hold the first `filled` of `room`."""
-  block = min(_KEY_BLOCK, room)
+  block = min(KEY_BLOCK, room)
   return -(-filled // block) * block
 
 
@@ -167,12 +166,5 @@ def _filled(workload: Workload) -> int:
   return whole * share + min(rest, share)
 
 
-def _block_tokens(workload: Workload) -> int:
-  """As `branch.block_size` has it."""
-  shards = workload.context
-  whole = -(-workload.response_slots // shards) * shards
-  return min(workload.update.replay.block_tokens, whole)
-
-
 def _blocks(workload: Workload) -> int:
-  return -(-workload.response_slots // _block_tokens(workload))
+  return -(-workload.response_slots // workload.block_tokens)

@@ -9,3 +9,4 @@ from pallas_kernels.prefix_attention.api import (
 from pallas_kernels.prefix_attention.api import (
     stored_attention as stored_attention,
 )
+from pallas_kernels.prefix_attention.xla import KEY_BLOCK as KEY_BLOCK

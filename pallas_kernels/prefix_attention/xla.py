@@ -20,7 +20,7 @@ from pallas_kernels.shapes import wide_dtype
 from pallas_kernels.staging import read, write
 from pallas_kernels.varying import vary_like
 
-_BLOCK = 512  # keys a step; scores are [B, N, T, H/N, _BLOCK]
+KEY_BLOCK = 512  # keys a step; scores are [B, N, T, H/N, KEY_BLOCK]
 
 
 def _attend(
@@ -147,7 +147,7 @@ class _Blocks:
 
   def __init__(self, k_LBSNK, v_LBSNV, q_positions_BT, k_positions_BS, layer):
     self.slots = k_LBSNK.shape[2]
-    self.size = max(1, min(_BLOCK, self.slots))
+    self.size = max(1, min(KEY_BLOCK, self.slots))
     self.indices = jnp.arange(-(-self.slots // self.size), dtype=jnp.int32)
     self.k, self.v = k_LBSNK, v_LBSNV
     self.q_positions, self.k_positions = q_positions_BT, k_positions_BS

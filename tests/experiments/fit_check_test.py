@@ -67,9 +67,14 @@ def test_a_run_that_fits_to_the_byte_starts_and_one_less_is_refused():
 def test_the_device_is_asked_where_no_number_is_given(monkeypatch):
   needed = peak(read_settings(grpo()), EXTENT)
   monkeypatch.setattr(fit_check, "device_memory", lambda: needed - 1)
-  with pytest.raises(ValueError, match="a device, in replay, of the"):
+  with pytest.raises(ValueError, match="a device, in replay, of the "):
     check(grpo(), EXTENT)
   check(grpo(device_bytes=needed), EXTENT)
+
+
+def test_a_negative_number_of_bytes_is_refused():
+  with pytest.raises(ValueError, match=r"memory\.device_bytes=-1: want"):
+    check(grpo(device_bytes=-1), EXTENT)
 
 
 def test_force_says_so_and_goes_on(capsys):
