@@ -51,6 +51,8 @@ def main(argv):
   if plan_child.IN_CHILD.value:
     compile_here(workload, machine)
     return
+  if pathlib.Path(_OUT.value).is_file():
+    raise ValueError(f"out={_OUT.value!r}: want a folder, but that is a file")
   console = Console()
   console.print(describe(workload, machine))
   plan, costs = plan_memory(workload), estimate(workload, machine.target)

@@ -171,6 +171,14 @@ def test_a_mistake_is_answered_in_a_line(tmp_path, flag, message):
   )
 
 
+def test_a_file_is_no_folder_to_write_in(tmp_path):
+  out = tmp_path / "notes.txt"
+  out.touch()
+  ended = binaries.run(command(*SMALL, f"--out={out}"))
+  assert ended.returncode == 1 and not ended.stdout
+  assert "want a folder, but that is a file" in ended.stderr
+
+
 def test_a_machine_without_a_compiler_is_told_how_to_get_one(tmp_path):
   out = tmp_path / "out"
   flags = ["--compile", "--compiler_python=/no/such/python"]
