@@ -3,7 +3,7 @@
     python -m experiments.train_grpo --config=experiments/configs/tiny.py
 
 About a minute on 2 CPU cores, half of it compilation; the mean reward goes from
-0.117 (first five updates) to between 0.25 and 0.45 (last five), by CPU and seed.
+0.117 (first five updates) to 0.25 ... 0.45 (last five), by CPU and seed.
 """
 
 from typing import Any
