@@ -11,7 +11,7 @@ from lstraw_jax.distributed import say
 from lstraw_jax.metrics import device_memory
 from lstraw_jax.optimizer import OptimizerConfig
 from lstraw_jax.update_config import UpdateConfig
-from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.decoder_config import DecoderConfig
 
 _SHOWN = 4  # changes that an error lists
 
@@ -28,7 +28,7 @@ def check_fits(
     config: Any,
     extent: Extent,
     *,
-    model: Qwen3_5Config,
+    model: DecoderConfig,
     mesh: Mesh,
     update: UpdateConfig,
     optimizer: OptimizerConfig,

@@ -7,13 +7,13 @@ import jax
 from jax.sharding import Mesh
 
 from lstraw_jax.prompt_state import check_memory_kind
+from modeling.decoder_config import DecoderConfig
 from modeling.mesh_fit import check_mesh
-from modeling.qwen3_5_config import Qwen3_5Config
 from modeling.sharding import MeshConfig
 
 
 def read_mesh(
-    config: Any, model: Qwen3_5Config, *, chunks: Sequence[str]
+    config: Any, model: DecoderConfig, *, chunks: Sequence[str]
 ) -> Mesh:
   """Makes the mesh of a config.
 

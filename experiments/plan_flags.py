@@ -12,8 +12,8 @@ from lstraw_jax.optimizer import OptimizerConfig
 from lstraw_jax.replay import ReplayConfig
 from lstraw_jax.update_config import UpdateConfig
 from modeling.checkpoints import load_config
+from modeling.decoder_config import DecoderConfig, LoraConfig
 from modeling.presets import PRESETS, preset
-from modeling.qwen3_5_config import LoraConfig, Qwen3_5Config
 
 _MODEL = flags.DEFINE_string(
     "model", "tiny", "A preset of modeling/presets.py, or a checkpoint folder."
@@ -92,7 +92,7 @@ def read_workload(*, devices: int) -> Workload:
   )
 
 
-def _model() -> Qwen3_5Config:
+def _model() -> DecoderConfig:
   """Returns the model as it is trained: adapters, or float32 weights."""
   name, trainable = _MODEL.value, _TRAINABLE.value
   kind, _, rank = trainable.partition(":")

@@ -13,8 +13,8 @@ from lstraw_jax.rollouts import (
     RolloutGroup,
     to_branch_batch,
 )
+from modeling.models import make_model
 from modeling.presets import preset
-from modeling.qwen3_5 import Qwen3_5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ def make_problem(
 ) -> Problem:
   """Draws weights, tokens and rewards."""
   config = preset(model)
-  policy = make_policy(Qwen3_5(config, rngs=nnx.Rngs(0)))
+  policy = make_policy(make_model(config, rngs=nnx.Rngs(0)))
   rng = np.random.default_rng(0)
   draw = lambda n: rng.integers(0, config.vocab_size, n).astype(np.int32)
   prompt = draw(prompt_tokens)

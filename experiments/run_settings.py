@@ -14,9 +14,9 @@ from lstraw_jax.distributed import say
 from lstraw_jax.optimizer import OptimizerConfig
 from lstraw_jax.policy import Policy, make_policy
 from modeling.checkpoints import load_config, load_model
+from modeling.decoder_config import DecoderConfig, LoraConfig
+from modeling.models import make_model
 from modeling.presets import preset
-from modeling.qwen3_5 import Qwen3_5
-from modeling.qwen3_5_config import LoraConfig, Qwen3_5Config
 from modeling.sharding import shardings
 
 
@@ -24,7 +24,7 @@ from modeling.sharding import shardings
 class RunSettings:
   """What a run trains, where and how fast."""
 
-  model: Qwen3_5Config
+  model: DecoderConfig
   mesh: Mesh
   optimizer: OptimizerConfig
 
@@ -69,7 +69,7 @@ def load_policy(config: Any, settings: RunSettings) -> Policy:
         f" prediction; drew {len(report.fresh)} adapter weights"
     )
     return make_policy(loaded)
-  draw = lambda: Qwen3_5(
+  draw = lambda: make_model(
       settings.model, rngs=nnx.Rngs(config.seed), mesh=settings.mesh
   )
   layout = shardings(jax.eval_shape(draw), settings.mesh)
@@ -97,7 +97,7 @@ def _names(config: ml_collections.ConfigDict, prefix="") -> Iterator[str]:
       yield prefix + name
 
 
-def _model_config(config) -> Qwen3_5Config:
+def _model_config(config) -> DecoderConfig:
   changes = {
       name: config.model[name]
       for name in ("dtype", "param_dtype", "initializer_range")

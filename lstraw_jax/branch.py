@@ -19,8 +19,8 @@ from lstraw_jax.prompt_state import (
     next_positions,
 )
 from lstraw_jax.rollouts import BranchBatch
-from modeling.layer_state import DeltaState, Prefix
-from modeling.qwen3_5 import Qwen3_5, SegmentDelta
+from modeling.layer_state import Prefix, Recurrent, SegmentDelta
+from modeling.models import Model
 from pallas_kernels.padding import pad_to_multiple
 
 
@@ -77,12 +77,12 @@ def uncut(x_nBC: jax.Array, *, response_tokens: int) -> jax.Array:
 
 
 def run_block(
-    model: Qwen3_5,
+    model: Model,
     block: Block,
     *,
     positions_BT: jax.Array,
     prefixes: tuple[Prefix, ...],
-    recurrent: DeltaState,
+    recurrent: Recurrent,
     temperature: float,
     head_chunk_tokens: int,
 ) -> tuple[TokenScores, SegmentDelta]:
@@ -115,7 +115,7 @@ def run_block(
 
 
 def advance_branch(
-    model: Qwen3_5,
+    model: Model,
     prompt: PromptState,
     branch: BranchState,
     block: Block,

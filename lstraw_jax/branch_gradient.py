@@ -109,7 +109,9 @@ def add_branch_gradient(
     return (pulled.gradients, on_prompt, earlier), (pulled.loss, pulled.kept)
 
   nothing = StateCotangent(
-      slots=jax.tree.map(lambda x: jnp.zeros_like(wide(x)), branch.slots),
+      slots=jax.tree.map(
+          lambda x: jnp.zeros_like(wide(x)), branch.slots.learned
+      ),
       recurrent=jax.tree.map(jnp.zeros_like, branch.recurrent),
   )
   starts = size * jnp.arange(blocks.inputs.shape[0], dtype=jnp.int32)

@@ -27,7 +27,7 @@ from lstraw_jax.prompt_state import (
     empty_prompt_state,
 )
 from lstraw_jax.rollouts import bucket
-from modeling.layer_state import DeltaState
+from modeling.layer_state import Recurrent
 from modeling.sharding import constrain, to_mesh
 
 Progress = Callable[[str, int, int], None]  # (stage, done, in all)
@@ -58,7 +58,7 @@ class PromptTape:
   """What a capture leaves for `add_prompt_gradient`, beside the state."""
 
   tokens: np.ndarray  # [B, n C] int32: evaluated tokens, padded to frames
-  boundaries: tuple[DeltaState, ...]  # that enter frame 0, every, 2 every, ...
+  boundaries: tuple[Recurrent, ...]  # that enter frame 0, every, 2 every, ...
   boundary_every: int
 
   @property
@@ -232,7 +232,7 @@ def frame_positions(
   return constrain(jnp.where(new, positions, -1), state.mesh, ("batch", "time"))
 
 
-def in_memory(recurrent: DeltaState, memory_kind: MemoryKind) -> DeltaState:
+def in_memory(recurrent: Recurrent, memory_kind: MemoryKind) -> Recurrent:
   """Returns a recurrent state in the given memory."""
   return jax.tree.map(
       lambda x: jax.device_put(x, x.sharding.with_memory_kind(memory_kind)),

@@ -13,6 +13,10 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "q": ("*.self_attn.q_proj.*",),
     "k": ("*.self_attn.k_proj.*",),
     "v": ("*.self_attn.v_proj.*",),
+    "q down": ("*.self_attn.q_a_proj.*",),
+    "q up": ("*.self_attn.q_b_proj.*",),
+    "kv down": ("*.self_attn.kv_a_proj_with_mqa.*",),
+    "kv up": ("*.self_attn.kv_b_proj.*",),
     "o": ("*.self_attn.o_proj.*",),
     "GDN qkv": ("*.linear_attn.in_proj_qkv.*",),
     "GDN z": ("*.linear_attn.in_proj_z.*",),
@@ -22,9 +26,13 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "decay": ("*.linear_attn.A_log", "*.linear_attn.dt_bias"),
     "norms": ("*norm.weight",),
     "MLP": ("*.mlp.gate_proj.*", "*.mlp.up_proj.*", "*.mlp.down_proj.*"),
-    "router": ("*.mlp.gate",),
-    "experts": ("*.mlp.gate_up_proj", "*.mlp.down_proj"),
-    "shared expert": ("*.mlp.shared_expert.*", "*.mlp.shared_expert_gate.*"),
+    "router": ("*.mlp.gate", "*.mlp.gate.kernel"),
+    "experts": ("*.mlp.experts.*",),
+    "shared expert": (
+        "*.mlp.shared_expert.*",
+        "*.mlp.shared_expert_gate.*",
+        "*.mlp.shared_experts.*",
+    ),
     "head": ("lm_head.*",),
 }
 _ADAPTERS = {"lora_a": " A", "lora_b": " B"}  # y = x W + scale (x A) B
@@ -62,4 +70,5 @@ def _family(name: str) -> str:
         f"weight={name!r} is of families {fits}: want exactly one. Extend the"
         " table in lstraw_jax/gradient_families.py"
     )
-  return fits[0] + _ADAPTERS.get(name.rpartition(".")[2], "")
+  ends = (end for last, end in _ADAPTERS.items() if name.endswith(last))
+  return fits[0] + next(ends, "")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from modeling.qwen3_5 import Qwen3_5
+from modeling.models import Model
 from modeling.sharding import constrain
 from pallas_kernels.padding import pad_to_multiple
 from pallas_kernels.shapes import typed, wide_dtype
@@ -30,7 +30,7 @@ class TokenScores(NamedTuple):
 
 @typed
 def token_log_probs(
-    model: Qwen3_5,
+    model: Model,
     hidden: Float[Array, "B T D"],
     targets: Int[Array, "B T"],
     keep: Bool[Array, "B T"],

@@ -6,8 +6,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from modeling.qwen3_5 import Qwen3_5
-from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.decoder_config import DecoderConfig
+from modeling.models import Model
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +23,7 @@ class Policy:
   graphdef: nnx.GraphDef = dataclasses.field(metadata={"static": True})
 
   @property
-  def model(self) -> Qwen3_5:
+  def model(self) -> Model:
     """The model that these weights make."""
     return nnx.merge(self.graphdef, self.trainable, self.frozen)
 
@@ -33,7 +33,7 @@ class Policy:
     return self.model.mesh
 
   @property
-  def config(self) -> Qwen3_5Config:
+  def config(self) -> DecoderConfig:
     """The model's configuration."""
     return self.model.config
 
@@ -42,7 +42,7 @@ class Policy:
     return dataclasses.replace(self, trainable=trainable)
 
 
-def make_policy(model: Qwen3_5) -> Policy:
+def make_policy(model: Model) -> Policy:
   """Splits a model into trained and frozen weights; no array is copied."""
   kind = nnx.Param if model.config.lora is None else nnx.LoRAParam
   graphdef, trainable, frozen = nnx.split(model, kind, ...)

@@ -40,7 +40,7 @@ from lstraw_jax.prompt_state import PromptState
 from lstraw_jax.segment_gradient import pull_back_segment
 from lstraw_jax.state_cotangent import StateCotangent
 from lstraw_jax.stripes import read_frame
-from modeling.layer_state import DeltaState, Prefix
+from modeling.layer_state import Prefix, Recurrent
 from modeling.sharding import replicate, to_mesh
 from pallas_kernels.shapes import wide_dtype
 
@@ -93,8 +93,9 @@ def add_prompt_gradient(
   _check(prompt, tape, policy_step)
   size, every = prompt.chunk_tokens, tape.boundary_every
   frames = tape.tokens.shape[1] // size
-  labels = None if loss is None else _labels(prompt, tape, loss)
-  total = to_mesh(np.zeros((), wide_dtype(policy.config.dtype)), policy.mesh)
+  dtype = wide_dtype(policy.config.dtype)
+  labels = None if loss is None else _labels(prompt, tape, loss, dtype)
+  total = to_mesh(np.zeros((), dtype), policy.mesh)
 
   def of_frame(arrays, frame):
     cut = [x[:, frame * size : (frame + 1) * size] for x in arrays]
@@ -131,10 +132,10 @@ def add_prompt_gradient(
 def advance_chunk(
     policy: Policy,
     prompt: PromptState,
-    recurrent: DeltaState,
+    recurrent: Recurrent,
     tokens: jax.Array,
     frame: jax.Array,
-) -> DeltaState:
+) -> Recurrent:
   """Returns the recurrent state behind a chunk [B,C] that was captured."""
   _, delta = jax.lax.stop_gradient(policy).model(
       tokens,
@@ -153,7 +154,7 @@ def advance_chunk(
 def pull_back_chunk(
     policy: Policy,
     prompt: PromptState,
-    recurrent: DeltaState,
+    recurrent: Recurrent,
     tokens: jax.Array,
     frame: jax.Array,
     labels: Labels | None,
@@ -222,7 +223,7 @@ def _before(prompt, frame) -> Prefix:
   )
 
 
-def _labels(prompt, tape, loss: PromptLoss) -> Labels:
+def _labels(prompt, tape, loss: PromptLoss, dtype) -> Labels:
   """Returns what each evaluated token predicts, and its weight, [B, n C]."""
   lengths, held_back = np.asarray(prompt.length), np.asarray(prompt.next_token)
   if len(loss.weights) != len(lengths):
@@ -243,7 +244,7 @@ def _labels(prompt, tape, loss: PromptLoss) -> Labels:
     following = np.append(tape.tokens[b, 1:length], held_back[b])
     targets[b, :length] = following[:length]
     weights[b, :length] = row[1:]
-  return Labels(targets, weights.astype(prompt.recurrent.recurrent.dtype))
+  return Labels(targets, weights.astype(dtype))
 
 
 def _check(prompt, tape, policy_step):

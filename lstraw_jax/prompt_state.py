@@ -14,17 +14,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lstraw_jax.stripes import write_frame
+from modeling.decoder_config import DecoderConfig
 from modeling.layer_state import (
     POSITION_AXES,
-    SLOT_AXES,
-    DeltaState,
-    KvState,
     Prefix,
+    Recurrent,
+    SegmentDelta,
+    Slots,
     empty_recurrent,
-    empty_slots,
 )
-from modeling.qwen3_5 import SegmentDelta
-from modeling.qwen3_5_config import Qwen3_5Config
 from modeling.sharding import constrain, make_mesh, replicate, sharding
 
 MemoryKind = Literal["device", "pinned_host"]
@@ -45,8 +43,8 @@ class PromptState:
   rows lie over `data`. Position p is in frame p // chunk_tokens.
   """
 
-  slots: KvState  # [L, B, S, N, K]
-  recurrent: DeltaState  # [L, l, B, ...]
+  slots: Slots  # [L, B, S, ...]
+  recurrent: Recurrent  # [L, l, B, ...]
   positions: jax.Array  # [B, S] int32, -1 = empty slot
   length: jax.Array  # [B] int32: tokens evaluated, P - 1
   next_token: jax.Array  # [B] int32: the token held back
@@ -75,8 +73,8 @@ class BranchState:
   Striped as the prompt is, by frames of the size of the segments added.
   """
 
-  slots: KvState  # [L, G, R, N, K]
-  recurrent: DeltaState  # [L, l, G, ...]
+  slots: Slots  # [L, G, R, ...]
+  recurrent: Recurrent  # [L, l, G, ...]
   positions: jax.Array  # [G, R] int32, -1 = empty slot
   used: jax.Array  # [] int32: tokens seen, the same for every branch
   mesh: Mesh = dataclasses.field(metadata=_STATIC)
@@ -99,7 +97,7 @@ class BranchState:
     ),
 )
 def empty_prompt_state(
-    config: Qwen3_5Config,
+    config: DecoderConfig,
     *,
     mesh: Mesh,
     capacity: int,
@@ -133,9 +131,7 @@ def empty_prompt_state(
           f"{name}={value}: want a multiple of {of}={unit}, e.g."
           f" {-(-value // unit) * unit}"
       )
-  slots = jax.eval_shape(
-      partial(empty_slots, config, batch=batch, slots=capacity)
-  )
+  slots = config.slot_shapes(batch=batch, slots=capacity)
   prefix = _empty_prefix(slots, mesh, memory_kind)
   scalars = replicate(
       dict(
@@ -235,13 +231,12 @@ def append_to_branch(
   )
 
 
-def empty_slots_like(state: PromptState, *, dtype: jnp.dtype) -> KvState:
-  """Returns zeros that lie where a state's keys and values do."""
-  space = jax.typeof(state.slots.k).memory_space
+def zero_sums(state: PromptState, *, dtype: jnp.dtype) -> Slots:
+  """Returns zeros for what gradients reach of a state's slots, as they lie."""
+  learned = state.slots.learned
+  space = jax.typeof(jax.tree.leaves(learned)[0]).memory_space
   on_host = space == jax.memory.Space.Host
-  shapes = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, dtype), state.slots
-  )
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), learned)
   kind = "pinned_host" if on_host else "device"
   return _empty_prefix(shapes, state.mesh, kind).slots
 
@@ -257,7 +252,7 @@ def next_positions(
   return jnp.where(valid_BT, start[:, None] + offset[None], -1)
 
 
-def nbytes(config: Qwen3_5Config, *, capacity: int, batch: int = 1) -> int:
+def nbytes(config: DecoderConfig, *, capacity: int, batch: int = 1) -> int:
   """Returns the bytes of a prompt state, over all devices, without one."""
   state = jax.eval_shape(
       lambda: empty_prompt_state(
@@ -288,11 +283,13 @@ def check(state: PromptState) -> None:
   """Raises ValueError if the leaves of a state do not fit each other."""
   batch, slots = state.positions.shape
   wanted = {
-      "slots.k": state.slots.k.shape[1:3] == (batch, slots),
-      "slots.v": state.slots.v.shape[1:3] == (batch, slots),
       **{
-          f"recurrent.{name}": leaf.shape[2] == batch
-          for name, leaf in vars(state.recurrent).items()
+          f"slots{name}": leaf.shape[1:3] == (batch, slots)
+          for name, leaf in _named(state.slots)
+      },
+      **{
+          f"recurrent{name}": leaf.shape[2] == batch
+          for name, leaf in _named(state.recurrent)
       },
       "length": state.length.shape == (batch,),
       "next_token": state.next_token.shape == (batch,),
@@ -306,10 +303,16 @@ def check(state: PromptState) -> None:
     )
 
 
-def _empty_prefix(shapes: KvState, mesh: Mesh, memory_kind: str) -> Prefix:
+def _named(tree):
+  """Yields each leaf of a state with its name, as ".k"."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    yield jax.tree_util.keystr(path), leaf
+
+
+def _empty_prefix(shapes: Slots, mesh: Mesh, memory_kind: str) -> Prefix:
   """Lays empty slots out over the mesh, each with the position of none."""
-  one_layer = sharding(mesh, SLOT_AXES, memory_kind=memory_kind)
-  all_layers = sharding(mesh, ("layers", *SLOT_AXES), memory_kind=memory_kind)
+  all_layers = sharding(mesh, shapes.AXES, memory_kind=memory_kind)
+  one_layer = sharding(mesh, shapes.AXES[1:], memory_kind=memory_kind)
 
   def empty(x):
     # Layer by layer: what goes to the host is never all on the device.
@@ -317,7 +320,8 @@ def _empty_prefix(shapes: KvState, mesh: Mesh, memory_kind: str) -> Prefix:
     layers = jax.lax.map(layer, jnp.arange(x.shape[0]))
     return jax.lax.with_sharding_constraint(layers, all_layers)
 
-  positions = jnp.full(shapes.k.shape[1:3], -1, jnp.int32)
+  rows_and_slots = jax.tree.leaves(shapes)[0].shape[1:3]
+  positions = jnp.full(rows_and_slots, -1, jnp.int32)
   return Prefix(
       slots=jax.tree.map(empty, shapes),
       positions=constrain(positions, mesh, POSITION_AXES),

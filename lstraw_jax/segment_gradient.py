@@ -6,7 +6,6 @@ gives parameter gradients, and cotangents for the segments before: of their
 recurrent state, and of their keys and values, which are summed in place.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,13 +15,19 @@ from flax import nnx
 
 from lstraw_jax.gradient_sums import add, lay_out
 from lstraw_jax.policy import Policy
-from modeling.layer_state import DeltaState, KvState, Prefix
-from modeling.qwen3_5 import Qwen3_5, SegmentDelta
+from modeling.layer_state import (
+    Prefix,
+    Recurrent,
+    SegmentDelta,
+    Slots,
+    with_sink,
+)
+from modeling.models import Model
 from pallas_kernels.staging import put_like
 
 # (model, prefixes, recurrent) -> loss [], what it adds, anything to keep of it
 Segment = Callable[
-    [Qwen3_5, tuple[Prefix, ...], DeltaState],
+    [Model, tuple[Prefix, ...], Recurrent],
     tuple[jax.Array, SegmentDelta, Any],
 ]
 
@@ -31,8 +36,8 @@ class PulledBack(NamedTuple):
   """What the backward pass of a segment gives."""
 
   gradients: nnx.State  # like policy.trainable, summed
-  sums: tuple[Any, ...]  # KvState of each prefix, summed; or None, as given
-  d_recurrent: DeltaState  # of the state that enters the segment
+  sums: tuple[Any, ...]  # slots of each prefix, summed; or None, as given
+  d_recurrent: Recurrent  # of the state that enters the segment
   loss: jax.Array  # []
   kept: Any
 
@@ -43,10 +48,10 @@ def pull_back_segment(
     gradients: nnx.State,
     *,
     prefixes: tuple[Prefix, ...],
-    sums: tuple[KvState | None, ...],
-    recurrent: DeltaState,
-    d_slots: KvState,
-    d_recurrent: DeltaState,
+    sums: tuple[Slots | None, ...],
+    recurrent: Recurrent,
+    d_slots: Slots,
+    d_recurrent: Recurrent,
 ) -> PulledBack:
   """Rebuilds the graph of a segment and pulls cotangents back through it.
 
@@ -57,18 +62,15 @@ def pull_back_segment(
     prefixes: what it attends to.
     sums: the cotangents of their slots so far; None where those are constants.
     recurrent: the state that enters it.
-    d_slots: the complete cotangent of the slots [L,B,T,N,K] that it wrote.
+    d_slots: the complete cotangent of the slots [L,B,T,...] that it wrote.
     d_recurrent: that of the state it handed on.
   """
 
   def forward(trainable, sinks, recurrent):
     model = policy.replace(trainable=trainable).model
-    taps = tuple(
-        dataclasses.replace(prefix, sink=sink)
-        for prefix, sink in zip(prefixes, sinks, strict=True)
-    )
+    taps = tuple(map(with_sink, prefixes, sinks))
     loss, delta, kept = segment(model, taps, recurrent)
-    return (loss, delta), kept
+    return (loss, delta.learned), kept
 
   # Their values are never read, so that the compiler makes no such arrays.
   sinks = jax.tree.map(lambda x: put_like(jnp.zeros(x.shape, x.dtype), x), sums)

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from lstraw_jax.policy import Policy
-from lstraw_jax.prompt_state import PromptState, empty_slots_like
-from modeling.layer_state import DeltaState, KvState, delta_axes
+from lstraw_jax.prompt_state import PromptState, zero_sums
+from modeling.layer_state import Recurrent, Slots
 from modeling.sharding import sharding
 from pallas_kernels.shapes import wide_dtype
 
@@ -25,8 +25,8 @@ CotangentDtype = Literal["float32", "bfloat16"]
 class StateCotangent:
   """Cotangents of a prompt state, each laid out as its leaf of the state."""
 
-  slots: KvState  # [L, B, S, N, K]
-  recurrent: DeltaState  # [L, l, B, ...] float32 or wider
+  slots: Slots  # [L, B, S, ...] of what is learned
+  recurrent: Recurrent  # [L, l, B, ...] float32 or wider
 
 
 @partial(jax.jit, static_argnames="dtype")
@@ -46,12 +46,12 @@ def zero_cotangent(
   """
   check_dtype(dtype)
   wide = wide_dtype(policy.config.dtype)
-  axes = delta_axes(policy.config, policy.mesh)
+  axes = policy.config.recurrent_axes(policy.mesh)
   zeros = lambda x, axes: jax.lax.with_sharding_constraint(
       jnp.zeros(x.shape, wide), sharding(policy.mesh, axes)
   )
   return StateCotangent(
-      slots=empty_slots_like(
+      slots=zero_sums(
           prompt, dtype=wide if dtype == "float32" else jnp.dtype(dtype)
       ),
       recurrent=jax.tree.map(zeros, prompt.recurrent, axes),

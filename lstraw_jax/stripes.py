@@ -13,11 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from modeling.layer_state import KvState, Prefix, prefix_specs
+from modeling.layer_state import Prefix, Slots
 from modeling.sharding import spec
 from pallas_kernels.staging import read, write
-
-_STORED = prefix_specs()
 
 
 def write_frame(
@@ -26,7 +24,7 @@ def write_frame(
   """Writes the valid tokens of a frame in place; other slots stay as they are.
 
   Args:
-    stored: slots [L, B, S, N, K] and their positions [B, S].
+    stored: slots [L, B, S, ...] and their positions [B, S].
     own: those of the frame, T for S; position -1 is padding.
     frame: [] int32, number of the frame: there must be room for it.
     mesh: that the state lies on.
@@ -35,37 +33,38 @@ def write_frame(
   @partial(
       jax.shard_map,
       mesh=mesh,
-      in_specs=(_STORED, _STORED, spec(())),
-      out_specs=_STORED,
+      in_specs=(stored.specs, own.specs, spec(())),
+      out_specs=stored.specs,
   )
   def put_frame(stored, own, frame):
     share = own.positions.shape[1]
     valid = own.positions >= 0
 
-    def put(x, new, valid, axis):
+    def put(x, new, axis):
       start = _start(x, frame * share, axis)
-      return write(x, jnp.where(valid, new, read(x, start, new.shape)), start)
+      trailing = range(axis + 1, x.ndim)
+      mask = jnp.expand_dims(valid, (*range(axis - 1), *trailing))
+      return write(x, jnp.where(mask, new, read(x, start, new.shape)), start)
 
-    put_slots = partial(put, valid=valid[None, :, :, None, None], axis=2)
     return Prefix(
-        slots=jax.tree.map(put_slots, stored.slots, own.slots),
-        positions=put(stored.positions, own.positions, valid, axis=1),
+        slots=jax.tree.map(partial(put, axis=2), stored.slots, own.slots),
+        positions=put(stored.positions, own.positions, axis=1),
     )
 
   return put_frame(stored, own, frame)
 
 
 def read_frame(
-    slots: KvState, *, frame: jax.Array, frame_tokens: int, mesh: Mesh
-) -> KvState:
-  """Returns a frame of the slots [L,B,S,N,K] on the device, as [L,B,T,N,K]."""
+    slots: Slots, *, frame: jax.Array, frame_tokens: int, mesh: Mesh
+) -> Slots:
+  """Returns a frame of the slots [L,B,S,...] on the device, as [L,B,T,...]."""
   share = frame_tokens // mesh.shape["context"]
 
   @partial(
       jax.shard_map,
       mesh=mesh,
-      in_specs=(_STORED.slots, spec(())),
-      out_specs=_STORED.slots,
+      in_specs=(spec(slots.AXES), spec(())),
+      out_specs=spec(slots.AXES),
   )
   def take_frame(slots, frame):
     def take(x):

@@ -7,9 +7,9 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from modeling.layer_state import SLOT_AXES, KvState, Prefix, prefix_specs
+from modeling.layer_state import KvState, Prefix
 from modeling.linear import Linear
-from modeling.norm import RMSNorm
+from modeling.norm import ZeroCentredRMSNorm
 from modeling.qwen3_5_config import Qwen3_5Config
 from modeling.rope import Rotation, rotate
 from modeling.sharding import spec
@@ -36,7 +36,9 @@ class Attention(nnx.Module):
     self.k_proj = linear("k_proj", hidden, keys, axes=("embed", "kv_heads"))
     self.v_proj = linear("v_proj", hidden, keys, axes=("embed", "kv_heads"))
     self.o_proj = linear("o_proj", queries, hidden, axes=("heads", "embed"))
-    norm = partial(RMSNorm, eps=config.rms_norm_eps, dtype=config.param_dtype)
+    norm = partial(
+        ZeroCentredRMSNorm, eps=config.rms_norm_eps, dtype=config.param_dtype
+    )
     self.q_norm = norm(size)
     self.k_norm = norm(size)
     self.head_dim = size
@@ -74,7 +76,8 @@ class Attention(nnx.Module):
 
   def _attend(self, q_BTHK, positions_BT, own, prefixes, layer):
     """Passes the queries around; keys stay with the shard that owns them."""
-    queries, stored = spec(("batch", "time", "heads", None)), prefix_specs()
+    queries = spec(("batch", "time", "heads", None))
+    stored = tuple(prefix.specs for prefix in prefixes)
 
     @partial(
         jax.shard_map,
@@ -82,11 +85,11 @@ class Attention(nnx.Module):
         in_specs=(
             queries,
             spec(("batch", "time")),
-            spec(SLOT_AXES),
-            (stored,) * len(prefixes),
+            spec(own.AXES[1:]),
+            stored,
             spec(()),
         ),
-        out_specs=(queries, (stored.sink,) * len(prefixes)),
+        out_specs=(queries, tuple(specs.sink for specs in stored)),
     )
     def attend(q, positions, own, prefixes, layer):
       collect = partial(

@@ -11,12 +11,14 @@ import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+FP8 = "F8_E4M3"  # as safetensors writes it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,10 +29,18 @@ class StoredTensor:
   dtype: str  # as safetensors writes it: "BF16"
   shape: tuple[int, ...]
   file: "safetensors.safe_open"
+  path: pathlib.Path  # of the file
+  start: int  # of the tensor in the file, in bytes
 
   def read(self) -> np.ndarray:
     """Reads the tensor into memory of its own."""
-    return self.file.get_tensor(self.name)
+    if self.dtype != FP8:
+      return self.file.get_tensor(self.name)
+    # safetensors looks for this type in NumPy, which has none.
+    values = np.fromfile(
+        self.path, np.uint8, math.prod(self.shape), offset=self.start
+    )
+    return values.view(jnp.float8_e4m3fn).reshape(self.shape)
 
 
 @contextlib.contextmanager
@@ -50,6 +60,7 @@ def open_tensors(
     tensors = {}
     for path in _tensor_files(directory):
       file = stack.enter_context(_open(path))
+      starts = _starts(path)
       for name in file.keys():  # noqa: SIM118, it is no mapping
         if name in tensors:
           raise ValueError(f"{path}: tensor {name!r} is in another shard too")
@@ -59,6 +70,8 @@ def open_tensors(
             dtype=part.get_dtype(),
             shape=tuple(part.get_shape()),
             file=file,
+            path=path,
+            start=starts[name],
         )
     yield tensors
 
@@ -163,3 +176,15 @@ def _open(path):
     raise ValueError(
         f"{path} is damaged or no safetensors file ({error}): fetch it again"
     ) from error
+
+
+def _starts(path):
+  """Returns where each tensor of a sound file starts."""
+  with path.open("rb") as file:
+    size = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(size))
+  header.pop("__metadata__", None)
+  return {
+      name: 8 + size + entry["data_offsets"][0]
+      for name, entry in header.items()
+  }

@@ -6,12 +6,20 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from modeling.checkpoint_files import StoredTensor
+from modeling.checkpoint_family import family
+from modeling.checkpoint_files import FP8, StoredTensor
+from modeling.checkpoint_fp8 import (
+    ScaledTensor,
+    has_scale,
+    scale_name,
+    scale_shape,
+    take_scales,
+)
 from modeling.checkpoint_names import Place, places, plain_name
-from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.decoder_config import DecoderConfig
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
-_SKIPPED = {"vision": ("model.visual.", "visual."), "mtp": ("mtp.",)}
+_VISION = ("model.visual.", "visual.")
 _LISTED = 20  # names of each kind that an error lists
 
 
@@ -19,7 +27,7 @@ _LISTED = 20  # names of each kind that an error lists
 class Match:
   """What to read and where it goes, and what is left in the files."""
 
-  pairs: tuple[tuple[StoredTensor, Place], ...]
+  pairs: tuple[tuple[StoredTensor | ScaledTensor, Place], ...]
   vision: tuple[str, ...]
   mtp: tuple[str, ...]
 
@@ -27,7 +35,7 @@ class Match:
 def match(
     directory: pathlib.Path,
     stored: Mapping[str, StoredTensor],
-    config: Qwen3_5Config,
+    config: DecoderConfig,
 ) -> Match:
   """Pairs each tensor of the decoder with its place in the model.
 
@@ -40,29 +48,16 @@ def match(
     ValueError: names every tensor that is missing, unexpected, or of another
       shape or dtype than the model wants.
   """
-  text, skipped = _without_skipped(stored)
+  skipped = {"vision": _VISION, "mtp": family(config).mtp}
+  text, names = _without(skipped, stored)
+  scales = take_scales(text)
   per_expert = any(".experts.0." in name for name in text)
   wanted = places(config, per_expert=per_expert)
   # Some writers store the head of a tied model: a copy of the embedding.
   copy = (
       text.pop("lm_head.weight", None) if config.tie_word_embeddings else None
   )
-  pairs = tuple((text[n], place) for n, place in wanted.items() if n in text)
-  unexpected = text.keys() - wanted.keys()
-  problems = {
-      "missing": [name for name in wanted if name not in text],
-      "unexpected": sorted(text[name].name for name in unexpected),
-      "misshaped": [
-          f"{tensor.name} {tensor.shape}, want {place.shape}"
-          for tensor, place in pairs
-          if tensor.shape != place.shape
-      ],
-      "of an unsupported dtype": [
-          f"{tensor.name} {tensor.dtype}, want one of {', '.join(_FLOATS)}"
-          for tensor, _ in pairs
-          if tensor.dtype not in _FLOATS
-      ],
-  }
+  problems = _problems(text, wanted, scales)
   if any(problems.values()):
     raise ValueError(
         f"directory={str(directory)!r} does not fit the model:"
@@ -70,17 +65,49 @@ def match(
     )
   if copy is not None:
     _check_copy(directory, copy, text["embed_tokens.weight"])
-  return Match(pairs=pairs, **skipped)
+  pairs = tuple(
+      (_scaled(text[name], scales.get(name)), place)
+      for name, place in wanted.items()
+  )
+  return Match(pairs=pairs, **names)
 
 
-def _without_skipped(stored):
+def _problems(text, wanted, scales):
+  """Returns what does not fit, by kind."""
+  found = {name: text[name] for name in wanted if name in text}
+  shapes = [(tensor, wanted[name].shape) for name, tensor in found.items()]
+  shapes += [(scale, scale_shape(text[n].shape)) for n, scale in scales.items()]
+  unexpected = text.keys() - wanted.keys()
+  return {
+      "missing": [name for name in wanted if name not in text]
+      + [
+          scale_name(name)
+          for name, tensor in found.items()
+          if has_scale(tensor) and name not in scales
+      ],
+      "unexpected": sorted(text[name].name for name in unexpected),
+      "misshaped": [
+          f"{tensor.name} {tensor.shape}, want {shape}"
+          for tensor, shape in shapes
+          if tensor.shape != shape
+      ],
+      "of an unsupported dtype": [
+          f"{tensor.name} {tensor.dtype}, want one of {', '.join(_FLOATS)}, or"
+          f" {FP8} for a matrix"
+          for tensor, _ in shapes
+          if tensor.dtype not in _FLOATS and not has_scale(tensor)
+      ],
+  }
+
+
+def _without(skipped, stored):
   """Returns the decoder's tensors by plain name, and the skipped names."""
   text: dict[str, StoredTensor] = {}
-  skipped = {kind: [] for kind in _SKIPPED}
+  names = {kind: [] for kind in skipped}
   for name, tensor in stored.items():
-    for kind, prefixes in _SKIPPED.items():
+    for kind, prefixes in skipped.items():
       if name.startswith(prefixes):
-        skipped[kind].append(name)
+        names[kind].append(name)
         break
     else:
       plain = plain_name(name)
@@ -89,7 +116,11 @@ def _without_skipped(stored):
             f"tensors {text[plain].name!r} and {name!r} are both {plain!r}"
         )
       text[plain] = tensor
-  return text, {kind: tuple(names) for kind, names in skipped.items()}
+  return text, {kind: tuple(found) for kind, found in names.items()}
+
+
+def _scaled(tensor, scale):
+  return tensor if scale is None else ScaledTensor(values=tensor, scale=scale)
 
 
 def _listed(kind, names):

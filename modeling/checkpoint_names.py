@@ -2,8 +2,7 @@
 
 Our leaves carry the checkpoint's names, so the map is derived from the model:
 
-1. Layers are stacked. With n layers a block, layer i is linear layer i % n of
-   block i // n, or its full layer when i % n = n - 1.
+1. Layers are stacked: where each stands, `modeling.checkpoint_family` tells.
 2. Kernels are transposed: [out, in] there, [in, out] here. The convolution is
    [channels, 1, taps] there, [taps, channels] here.
 3. Experts are one tensor a layer, or one an expert with gate and up apart.
@@ -12,16 +11,14 @@ Our leaves carry the checkpoint's names, so the map is derived from the model:
 import dataclasses
 import enum
 import re
-from collections.abc import Iterator
 
 import jax
 import numpy as np
 from flax import nnx
 
-from modeling.qwen3_5 import abstract_model
-from modeling.qwen3_5_config import Qwen3_5Config
-
-LeafPath = tuple[str, ...]
+from modeling.checkpoint_family import LeafPath, family
+from modeling.decoder_config import DecoderConfig
+from modeling.models import abstract_model
 
 
 class Layout(enum.Enum):
@@ -32,14 +29,43 @@ class Layout(enum.Enum):
   CONV = enum.auto()  # [channels, 1, taps] -> [taps, channels]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
   """The part of a leaf that one tensor of the checkpoint fills."""
 
   path: LeafPath
-  index: tuple[int | slice, ...]
+  layer: tuple[int, ...]  # index of the layer in the leaf
+  expert: int | None = None  # which of the layer's; None: all
+  half: int | None = None  # 0 = gate, 1 = up; None: both, or there are none
   layout: Layout
-  shape: tuple[int, ...]  # of the tensor in the checkpoint
+  shape: tuple[int, ...] = ()  # of the tensor in the checkpoint
+
+  @property
+  def adapter(self) -> tuple[LeafPath, LeafPath]:
+    """Paths of the A and B that the leaf has if it is adapted."""
+    *parents, last = self.path
+    prefix = "" if last == "kernel" else f"{last}_"
+    return (*parents, f"{prefix}lora_a"), (*parents, f"{prefix}lora_b")
+
+  def part(self, leaf: np.ndarray) -> np.ndarray:
+    """Returns a view of the part."""
+    leaf = leaf[self.layer]
+    return self.within(leaf if self.expert is None else leaf[self.expert])
+
+  def within(self, array: np.ndarray) -> np.ndarray:
+    """Returns a view of the part of its layer, or of its expert if it has."""
+    if self.half is None:
+      return array
+    return np.split(array, 2, axis=-1)[self.half]
+
+  def product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Returns A B as the part; a, b are of the layer, or of the expert."""
+    if self.half is not None:
+      return a[self.half] @ b[self.half]
+    product = a @ b
+    if product.ndim > len(self.shape):  # gate and up have an axis: [E, 2, D, F]
+      product = np.concatenate(np.moveaxis(product, -3, 0), axis=-1)
+    return product
 
   def to_model(self, tensor: np.ndarray) -> np.ndarray:
     """Returns a view of the checkpoint's tensor with the model's axes."""
@@ -48,14 +74,14 @@ class Place:
     return tensor if self.layout is Layout.SAME else tensor.swapaxes(-1, -2)
 
   def to_checkpoint(self, part: np.ndarray) -> np.ndarray:
-    """Returns a view of `leaf[index]` with the checkpoint's axes."""
+    """Returns a view of the part with the checkpoint's axes."""
     if self.layout is not Layout.SAME:
       part = part.swapaxes(-1, -2)
     return part[:, None] if self.layout is Layout.CONV else part
 
 
 def places(
-    config: Qwen3_5Config, *, per_expert: bool = False
+    config: DecoderConfig, *, per_expert: bool = False
 ) -> dict[str, Place]:
   """Returns the place of every tensor of a text checkpoint, in layer order.
 
@@ -67,15 +93,16 @@ def places(
     Places by name, without the prefix `model.` that all but the head carry.
   """
   found = []
+  stacks = family(config).stacks
   for path, leaf in leaves(abstract_model(config.replace(lora=None))).items():
-    for layer, stack in _layers(path, config):
-      for name, index, layout in _parts(path, leaf.shape, per_expert):
-        index = stack + index
-        place = Place(path, index, layout, ())
-        part = np.broadcast_to(np.int8(0), leaf.shape)[index]
-        shape = place.to_checkpoint(part).shape
-        name = name if layer is None else f"layers.{layer}.{name}"
-        found.append((layer, name, dataclasses.replace(place, shape=shape)))
+    stack = next((x for x in stacks if path[: len(x)] == x), ())
+    filled = np.broadcast_to(np.int8(0), leaf.shape)
+    for layer, index in stacks.get(stack, [(None, ())]):
+      prefix = "" if layer is None else f"layers.{layer}."
+      for name, place in _parts(path, len(stack), index, leaf, per_expert):
+        shape = place.to_checkpoint(place.part(filled)).shape
+        place = dataclasses.replace(place, shape=shape)
+        found.append((layer, prefix + name, place))
   found.sort(key=lambda item: -1 if item[0] is None else item[0])
   return {name: place for _, name, place in found}
 
@@ -111,40 +138,29 @@ _RENAMED = {
     "embed_tokens": "embed_tokens.weight",
     "conv1d": "conv1d.weight",
     "gate": "gate.weight",
-    "gate_up_proj": "experts.gate_up_proj",
-    "down_proj": "experts.down_proj",
 }
-_TRANSPOSED = ("kernel", "gate", "gate_up_proj", "down_proj")
+_LAYOUTS = {
+    "kernel": Layout.TRANSPOSED,
+    "gate": Layout.TRANSPOSED,
+    "gate_up_proj": Layout.TRANSPOSED,
+    "down_proj": Layout.TRANSPOSED,
+    "conv1d": Layout.CONV,
+}
+# An expert's tensors, and which half of the leaf each is.
+_OF_EXPERT: dict[str, tuple[tuple[str, int | None], ...]] = {
+    "gate_up_proj": (("gate_proj", 0), ("up_proj", 1)),
+    "down_proj": (("down_proj", None),),
+}
 
 
-def _layers(
-    path: LeafPath, config: Qwen3_5Config
-) -> Iterator[tuple[int | None, tuple[int, ...]]]:
-  """Yields each layer that the leaf holds, and its index in the leaf."""
-  if path[0] != "blocks":
-    yield None, ()
+def _parts(path: LeafPath, start, layer, leaf, per_expert):
+  """Yields name and place of the tensors of one layer of a leaf."""
+  *parents, last = path[start:]
+  place = Place(path=path, layer=layer, layout=_LAYOUTS.get(last, Layout.SAME))
+  if not (per_expert and last in _OF_EXPERT):
+    yield ".".join([*parents, _RENAMED.get(last, last)]), place
     return
-  interval = config.full_attention_interval
-  for layer in range(config.num_hidden_layers):
-    block, within = divmod(layer, interval)
-    if path[1] == "full_layer" and within == interval - 1:
-      yield layer, (block,)
-    elif path[1] == "linear_layers" and within < interval - 1:
-      yield layer, (block, within)
-
-
-def _parts(path, shape, per_expert):
-  """Yields name, index and layout of the tensors of one layer of a leaf."""
-  *parents, last = path[2:] if path[0] == "blocks" else path
-  layout = Layout.CONV if last == "conv1d" else Layout.SAME
-  layout = Layout.TRANSPOSED if last in _TRANSPOSED else layout
-  if per_expert and last in ("gate_up_proj", "down_proj"):
-    experts, inner = shape[-3], shape[-1] // 2
-    halves = {"gate_proj": slice(inner), "up_proj": slice(inner, None)}
-    columns = halves if last == "gate_up_proj" else {last: slice(None)}
-    for expert in range(experts):
-      for name, column in columns.items():
-        name = ".".join([*parents, "experts", str(expert), name, "weight"])
-        yield name, (expert, slice(None), column), layout
-  else:
-    yield ".".join([*parents, _RENAMED.get(last, last)]), (), layout
+  for expert in range(leaf.shape[-3]):
+    for name, half in _OF_EXPERT[last]:
+      name = ".".join([*parents, str(expert), name, "weight"])
+      yield name, dataclasses.replace(place, expert=expert, half=half)

@@ -23,11 +23,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from flax import nnx
 from jax.sharding import Mesh
 
+from modeling.checkpoint_family import family
 from modeling.checkpoint_files import open_tensors, read_json, write_tensors
 from modeling.checkpoint_match import match
 from modeling.checkpoint_names import (
@@ -37,8 +39,8 @@ from modeling.checkpoint_names import (
     prefixed,
     variables,
 )
-from modeling.qwen3_5 import Qwen3_5, abstract_model
-from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.decoder_config import DecoderConfig
+from modeling.models import Model, abstract_model, make_model, read_config
 from modeling.sharding import make_mesh, names, replicate, sharding, shardings
 from pallas_kernels.shapes import wide_dtype
 
@@ -49,7 +51,7 @@ CONFIG_FILE = "config.json"
 class LoadReport:
   """What a load did with the tensors of the files."""
 
-  loaded: int  # tensors that went into the model
+  loaded: int  # tensors that went into the model, scales not counted
   vision: tuple[str, ...]  # skipped: the vision tower
   mtp: tuple[str, ...]  # skipped: multi-token prediction
   fresh: tuple[str, ...]  # leaves that no file holds: adapters
@@ -57,7 +59,7 @@ class LoadReport:
 
 def load_config(
     directory: str | os.PathLike[str], **changes: Any
-) -> Qwen3_5Config:
+) -> DecoderConfig:
   """Reads the configuration of a checkpoint.
 
   Args:
@@ -70,7 +72,7 @@ def load_config(
   """
   try:
     config = read_json(pathlib.Path(directory) / CONFIG_FILE)
-    return Qwen3_5Config.from_hf(config, **changes)
+    return read_config(config, **changes)
   except ValueError as error:
     raise ValueError(f"directory={str(directory)!r}: {error}") from error
 
@@ -78,16 +80,17 @@ def load_config(
 def load_model(
     directory: str | os.PathLike[str],
     *,
-    config: Qwen3_5Config,
+    config: DecoderConfig,
     mesh: Mesh | None = None,
     lora_seed: int = 0,
-) -> tuple[Qwen3_5, LoadReport]:
+) -> tuple[Model, LoadReport]:
   """Reads a checkpoint into a new model.
 
   Text-only files and the text part of vision-language files are read, with one
-  tensor for all experts of a layer or one for each. Every leaf gets the dtype
-  that the model gives it: `A_log`, `dt_bias` and the norm of Gated DeltaNet are
-  in float32 whatever `param_dtype` is.
+  tensor for all experts of a layer or one for each. Weights in FP8 are
+  multiplied with the scales of their blocks. Every leaf gets the dtype that the
+  model gives it: `A_log`, `dt_bias` and the norm of Gated DeltaNet, and a
+  router with its bias, are in float32 whatever `param_dtype` is.
 
   Args:
     directory: holds `model.safetensors`, or shards and their index.
@@ -133,11 +136,11 @@ def load_model(
 
 
 def assemble(
-    config: Qwen3_5Config,
+    config: DecoderConfig,
     values: Mapping[LeafPath, jax.Array],
     *,
     mesh: Mesh | None = None,
-) -> Qwen3_5:
+) -> Model:
   """Returns a model with the given weights, one for each leaf path.
 
   They are taken as they are: where they are to lie is the caller's affair.
@@ -151,7 +154,7 @@ def assemble(
 
 
 def save_model(
-    model: Qwen3_5,
+    model: Model,
     directory: str | os.PathLike[str],
     *,
     max_shard_bytes: float = 5e9,
@@ -160,7 +163,8 @@ def save_model(
 
   Adapters are merged into their kernels, W + (alpha / rank) A B, computed in
   float32 and rounded to the dtype of W: the file has no trace of them. Experts
-  are written as one tensor a layer, as in the official files. Tokenizer and
+  are written as in the official files of the architecture, as one tensor a
+  layer or one an expert. Tokenizer and
   `generation_config.json` are to be copied from the checkpoint that was loaded.
 
   The directory appears when it is complete: files are written to a temporary
@@ -186,7 +190,8 @@ def save_model(
     )
   config = json.dumps(model.config.to_hf(), indent=2) + "\n"
   weights = leaves(model)
-  wanted = {prefixed(n): place for n, place in places(model.config).items()}
+  found = places(model.config, per_expert=family(model.config).per_expert)
+  wanted = {prefixed(name): place for name, place in found.items()}
   nbytes = {
       name: math.prod(place.shape) * weights[place.path].dtype.itemsize
       for name, place in wanted.items()
@@ -223,7 +228,7 @@ def _fill(path, leaf, matched):
   array = _empty(leaf.shape, leaf.dtype)
   for tensor, place in matched.pairs:
     if place.path == path:
-      _copy(array[place.index], place.to_model(tensor.read()))
+      _copy(place.part(array), place.to_model(tensor.read()))
   return array
 
 
@@ -257,7 +262,7 @@ def _fresh_adapters(config, seed, mesh):
   if config.lora is None:
     return {}
   draw = lambda: nnx.state(
-      Qwen3_5(config, rngs=nnx.Rngs(seed), mesh=mesh), nnx.LoRAParam
+      make_model(config, rngs=nnx.Rngs(seed), mesh=mesh), nnx.LoRAParam
   )
   drawn = jax.jit(
       draw,
@@ -269,27 +274,35 @@ def _fresh_adapters(config, seed, mesh):
 
 
 def _merged(weights, place, model):
-  """Returns a leaf's part on the host, its adapter merged into it."""
+  """Returns what a place holds on the host, its adapter merged into it."""
   array, *adapter = map(np.asarray, _gathered(weights, place, model.mesh))
+  array = place.within(array)
   if not adapter:
     return array
   dtype = wide_dtype(array.dtype)
   a, b = (part.astype(dtype) for part in adapter)
   lora = model.config.lora
   scale = np.asarray(lora.alpha / lora.rank, dtype)
-  return (array.astype(dtype) + scale * (a @ b)).astype(array.dtype)
+  merged = array.astype(dtype) + scale * place.product(a, b)
+  return merged.astype(array.dtype)
 
 
 def _gathered(weights, place, mesh):
-  """Returns a leaf's part, and its adapter's two, whole on every device."""
-  paths = [place.path]
-  adapter = [(*place.path[:-1], name) for name in ("lora_a", "lora_b")]
-  if adapter[0] in weights:
-    paths += adapter
-  return [_part(weights[path], place.index, mesh=mesh) for path in paths]
+  """Returns a leaf's layer or expert, and its adapter's, whole everywhere."""
+  paths = [place.path, *(x for x in place.adapter if x in weights)]
+  return [
+      _part(weights[path], place.layer, place.expert, mesh=mesh)
+      for path in paths
+  ]
 
 
 @partial(jax.jit, static_argnames="mesh")
-def _part(leaf, index, *, mesh):
-  """Its index is of layers, by which no leaf is cut: this gathers no more."""
-  return replicate(leaf[index], mesh)
+def _part(leaf, layer, expert, *, mesh):
+  """No leaf is cut by layers, so that this gathers no more than is wanted."""
+  part = leaf[layer]
+  if expert is not None:
+    # Leaves are cut by experts, and an index would gather all of them first.
+    wanted = jnp.arange(len(part)) == expert
+    wanted = wanted.reshape(-1, *[1] * (part.ndim - 1))
+    part = jnp.where(wanted, part, 0).sum(0, dtype=part.dtype)
+  return replicate(part, mesh)

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from modeling.causal_conv import causal_conv
-from modeling.layer_state import DeltaState, delta_axes, delta_heads
+from modeling.layer_state import DeltaState
 from modeling.linear import Linear
 from modeling.norm import GatedRMSNorm, l2_normalise
 from modeling.parameter import param
@@ -39,7 +39,7 @@ class GatedDeltaNet(nnx.Module):
   def __init__(self, config: Qwen3_5Config, *, mesh: Mesh, rngs: nnx.Rngs):
     self.config = config
     self.mesh = mesh
-    self.heads = delta_heads(config, mesh)
+    self.heads = config.delta_heads(mesh)
     hidden = config.hidden_size
     self.key_heads = config.linear_num_key_heads
     self.value_heads = config.linear_num_value_heads
@@ -110,7 +110,7 @@ class GatedDeltaNet(nnx.Module):
     heads, rows = spec((None, self.heads)), spec(("batch",))
     states = jax.tree.map(
         lambda axes: spec(axes[2:]),
-        delta_axes(self.config, self.mesh),
+        self.config.recurrent_axes(self.mesh),
         is_leaf=lambda x: type(x) is tuple,
     )
     mix = jax.shard_map(

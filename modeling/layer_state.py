@@ -1,35 +1,63 @@
-"""What each kind of layer keeps of the tokens it has seen."""
+"""What each kind of layer keeps of the tokens it has seen.
+
+Slots grow by one a token, and lie over `context`. The leaves of a kind of slots
+have like axes, so that one tuple of logical names serves them all. A recurrent
+state is of one size, whatever was seen; a model without one has None.
+"""
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.decoder_config import DecoderConfig
 from modeling.sharding import Axes, sharding, spec
-from pallas_kernels.shapes import wide_dtype
 
-# Logical axes of the keys and values of one layer, and of their positions.
-SLOT_AXES: Axes = ("batch", "slots", "kv_heads", None)
 POSITION_AXES: Axes = ("batch", "slots")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KvState:
-  """Keys and values of full attention: grows by one slot a token."""
+  """Keys and values of full attention."""
+
+  AXES: ClassVar[Axes] = ("layers", "batch", "slots", "kv_heads", None)
 
   k: jax.Array  # [L, B, S, N, K] model dtype, after norm and rope
   v: jax.Array  # [L, B, S, N, K] model dtype
+
+  @property
+  def learned(self) -> "KvState":
+    """What gradients reach: all of it."""
+    return self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LatentState:
+  """Latents of all layers, and the index keys of those that select."""
+
+  AXES: ClassVar[Axes] = ("layers", "batch", "slots", None)
+
+  latent: jax.Array  # [L, B, S, Z + K] model dtype: normed latent, roped key
+  index_key: jax.Array | None  # [l, B, S, K] model dtype, after norm and rope
+
+  @property
+  def learned(self) -> "LatentState":
+    """What gradients reach: not the index keys, as a choice has none."""
+    return LatentState(latent=self.latent, index_key=None)
+
+
+Slots = KvState | LatentState
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeltaState:
-  """State of Gated DeltaNet layers: of one size, whatever was seen.
+  """State of Gated DeltaNet layers.
 
   Stacked over blocks, then over the linear layers of a block. The last inputs
   of the convolution are kept by heads, so that a device has those of its heads.
@@ -41,95 +69,73 @@ class DeltaState:
   conv_v: jax.Array  # [L, l, B, W, U, V] model dtype
 
 
+Recurrent = DeltaState | None
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-  """Stored keys and values that a segment attends to, and where they stand.
+  """Stored slots that a segment attends to, and where they stand.
 
   They are constants. Who wants their gradient gives a `sink`: stand-ins whose
   values are never read, which a forward hands through, and whose cotangents
   are the sums that a backward pass adds to, in place.
   """
 
-  slots: KvState  # stacked over the full layers
+  slots: Slots  # stacked over the layers that have them
   positions: jax.Array  # [B, S] int32, -1 = empty slot
-  sink: KvState | None = None  # as the slots, in the dtype of the sums
+  sink: Slots | None = None  # as `slots.learned`, in the dtype of the sums
+
+  @property
+  def specs(self) -> Any:
+    """The mesh axes of each leaf; of a sink also where there is none."""
+    slots: Any = spec(self.slots.AXES)
+    positions: Any = spec(POSITION_AXES)
+    return Prefix(slots=slots, positions=positions, sink=slots)
 
 
-def prefix_specs() -> Any:
-  """Returns the mesh axes of a Prefix; of a sink also where there is none."""
-  slots: Any = spec(("layers", *SLOT_AXES))
-  positions: Any = spec(POSITION_AXES)
-  return Prefix(slots=slots, positions=positions, sink=slots)
+class Record(NamedTuple):
+  """What a model chose for each token, so that it can be chosen again.
 
-
-def empty_slots(config: Qwen3_5Config, *, batch: int, slots: int) -> KvState:
-  """Returns zeroed keys and values for `slots` tokens."""
-  shape = (
-      config.num_blocks,
-      batch,
-      slots,
-      config.num_key_value_heads,
-      config.head_dim,
-  )
-  dtype = config.activation_dtype
-  return KvState(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
-
-
-def delta_heads(config: Qwen3_5Config, mesh: Mesh) -> str:
-  """Returns the logical name of the heads of a Gated DeltaNet state.
-
-  Where `tensor` x `context` divides them they lie over both ("spread_heads").
-  Elsewhere they lie over `tensor` ("linear_heads"), and each shard of `context`
-  has the same state.
-
-  Raises:
-    ValueError: if `tensor` does not divide the heads.
+  Of what is None a model chooses anew.
   """
-  heads, tensor = config.linear_num_key_heads, mesh.shape["tensor"]
-  # A value head lies where its key head does; there are a multiple of them.
-  if heads % tensor:
-    raise ValueError(
-        f"mesh.tensor={tensor}: want a divisor of linear_num_key_heads={heads},"
-        " since a device holds whole heads"
-    )
-  spread = heads % (tensor * mesh.shape["context"]) == 0
-  return "spread_heads" if spread else "linear_heads"
+
+  # [l, B, T, J] int32 of layers with an indexer: positions of the tokens that
+  # a token attends to, -1 where there are fewer
+  selections: jax.Array | None = None
+  # [l, B, T, A] int32 of layers with experts: those that a token is sent to
+  experts: jax.Array | None = None
 
 
-def delta_axes(config: Qwen3_5Config, mesh: Mesh) -> DeltaState:
-  """Returns the logical axes of each stacked leaf."""
-  stacked, heads = ("layers", "layers", "batch"), delta_heads(config, mesh)
-  recurrent: Any = (*stacked, heads, None, None)
-  conv: Any = (*stacked, None, heads, None)
-  return DeltaState(recurrent=recurrent, conv_q=conv, conv_k=conv, conv_v=conv)
+NOTHING_RECORDED = Record()
 
 
-def delta_shapes(config: Qwen3_5Config, *, batch: int) -> DeltaState:
-  """Returns the shapes of the recurrent states of so many rows."""
-  layers = (config.num_blocks, config.full_attention_interval - 1, batch)
-  window = config.linear_conv_kernel_dim - 1
-  keys = (config.linear_num_key_heads, config.linear_key_head_dim)
-  values = (config.linear_num_value_heads, config.linear_value_head_dim)
-  matrix = (values[0], keys[1], values[1])
-  dtype = config.activation_dtype
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SegmentDelta:
+  """What a segment adds to the state that it follows."""
 
-  def shape(*sizes, dtype=dtype) -> Any:
-    return jax.ShapeDtypeStruct((*layers, *sizes), dtype)
+  slots: Slots  # [L, B, T, ...]: the segment's own
+  recurrent: Recurrent  # after the segment's last valid token
+  sinks: tuple[Slots | None, ...]  # those of its prefixes, handed through
+  record: Record | None = None  # what was chosen for it
 
-  return DeltaState(
-      recurrent=shape(*matrix, dtype=wide_dtype(dtype)),
-      conv_q=shape(window, *keys),
-      conv_k=shape(window, *keys),
-      conv_v=shape(window, *values),
-  )
+  @property
+  def learned(self) -> "SegmentDelta":
+    """What gradients reach."""
+    return dataclasses.replace(self, slots=self.slots.learned, record=None)
+
+
+def with_sink(prefix: Prefix, sink: Slots | None) -> Prefix:
+  """Returns a prefix with another sink."""
+  return dataclasses.replace(prefix, sink=sink)
 
 
 def empty_recurrent(
-    config: Qwen3_5Config, *, mesh: Mesh, batch: int
-) -> DeltaState:
-  """Returns the state before the first token, laid out by `delta_axes`."""
-  shapes = delta_shapes(config, batch=batch)
+    config: DecoderConfig, *, mesh: Mesh, batch: int
+) -> Recurrent:
+  """Returns the recurrent states before the first token."""
+  shapes = config.recurrent_shapes(batch=batch)
 
   def zeros():
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -137,7 +143,7 @@ def empty_recurrent(
   # Not eagerly: that would make the whole of it on one device first.
   where = jax.tree.map(
       partial(sharding, mesh),
-      delta_axes(config, mesh),
+      config.recurrent_axes(mesh),
       is_leaf=lambda axes: isinstance(axes, tuple),
   )
   return jax.jit(zeros, out_shardings=where)()

@@ -6,8 +6,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from modeling.decoder_config import DecoderConfig
 from modeling.parameter import normal, param
-from modeling.qwen3_5_config import Qwen3_5Config
 from modeling.sharding import Axes, gather
 from pallas_kernels.shapes import typed, wide_dtype
 
@@ -25,8 +25,9 @@ class Linear(nnx.Module):
       d_in: int,
       d_out: int,
       *,
-      axes: tuple[str, str],
-      config: Qwen3_5Config,
+      axes: tuple[str | None, str | None],
+      kind: type[nnx.Variable] = nnx.Param,
+      config: DecoderConfig,
       mesh: Mesh,
       rngs: nnx.Rngs,
   ):
@@ -40,12 +41,13 @@ class Linear(nnx.Module):
             dtype=config.param_dtype,
         ),
         axes,
+        kind=kind,
     )
     self.lora_scale = 0.0
     self.lora_a = nnx.data(None)
     self.lora_b = nnx.data(None)
     lora = config.lora
-    if lora is None or name not in lora.targets:
+    if lora is None or name not in config.adapted:
       return
     dtype = wide_dtype(config.param_dtype)
     self.lora_scale = lora.alpha / lora.rank
@@ -63,21 +65,28 @@ class Linear(nnx.Module):
   @typed
   def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
     """Applies the layer in the dtype of `x`."""
-    y = x @ self._used(self.kernel, self.axes, x.dtype)
-    if (adapter := self._adapter(x.dtype)) is not None:
+    y = x @ self.used_kernel(x.dtype)
+    if (adapter := self.used_adapter(x.dtype)) is not None:
       a, b = adapter
       y += self.lora_scale * (x @ a @ b)
     return y
 
   def wide_product(self, x: jax.Array) -> jax.Array:
     """Applies the layer with a result in float32 or wider, for the head."""
-    y = wide_product(x, self._used(self.kernel, self.axes, x.dtype))
-    if (adapter := self._adapter(y.dtype)) is not None:
+    y = wide_product(x, self.used_kernel(x.dtype))
+    if (adapter := self.used_adapter(y.dtype)) is not None:
       a, b = adapter
       y += self.lora_scale * (x.astype(y.dtype) @ a @ b)
     return y
 
-  def _adapter(self, dtype):
+  def used_kernel(self, dtype: jnp.dtype) -> jax.Array:
+    """Returns W as a product uses it: gathered, and cast."""
+    return self._used(self.kernel, self.axes, dtype)
+
+  def used_adapter(
+      self, dtype: jnp.dtype
+  ) -> tuple[jax.Array, jax.Array] | None:
+    """Returns A and B so, or None without an adapter."""
     if self.lora_a is None or self.lora_b is None:
       return None
     return (

@@ -7,8 +7,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from modeling.decoder_config import DecoderConfig
 from modeling.linear import Linear
-from modeling.qwen3_5_config import Qwen3_5Config
 from pallas_kernels.shapes import typed
 
 
@@ -16,7 +16,7 @@ class MLP(nnx.Module):
   """down(silu(gate x) * up x)."""
 
   def __init__(
-      self, size: int, *, config: Qwen3_5Config, mesh: Mesh, rngs: nnx.Rngs
+      self, size: int, *, config: DecoderConfig, mesh: Mesh, rngs: nnx.Rngs
   ):
     hidden = config.hidden_size
     linear = partial(Linear, config=config, mesh=mesh, rngs=rngs)

@@ -1,48 +1,50 @@
-"""Mixture of experts with a softmax router and one gated shared expert."""
+"""Mixtures of experts in place of the dense feed-forward, one a family."""
 
 from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
-from modeling.expert_exchange import apply_experts
+from modeling.experts import Experts
+from modeling.glm_moe_dsa_config import GlmMoeDsaConfig
 from modeling.linear import Linear
 from modeling.mlp import MLP
 from modeling.parameter import normal, param
 from modeling.qwen3_5_config import Qwen3_5Config
-from modeling.sharding import Axes, constrain, gather, spec
-from pallas_kernels.shapes import typed, wide
+from modeling.router import SigmoidRouter, choose, softmax
+from modeling.sharding import constrain, gather
+from pallas_kernels.shapes import typed
 
 _TOKENS = ("batch", "time", None)
 _GATE = ("embed", None)
-_GATE_UP = ("experts", "expert_embed", "expert_mlp")
-_DOWN = ("experts", "expert_mlp", "expert_embed")
-_HALVES = ("experts", None, None, "expert_mlp")  # [E, D, gate and up, F]
-_WHOLE_DOWN = ("experts", "expert_mlp", None)
 
 
-class MoE(nnx.Module):
-  """sum_j w_j expert_j(x) + sigmoid(x w_s) shared(x).
+class SoftmaxMoE(nnx.Module):
+  """sum_j w_j expert_j(x) + sigmoid(x w_s) shared(x), as in Qwen3.5.
 
-  The router's softmax is over all experts; the weights of the chosen ones are
-  renormalised to sum 1. Ties go to the lower expert. No token is dropped.
+  The router is `modeling.router.softmax`. No token is dropped.
   """
 
   def __init__(self, config: Qwen3_5Config, *, mesh: Mesh, rngs: nnx.Rngs):
     self.mesh = mesh
     moe, hidden = config.moe, config.hidden_size
-    assert moe is not None, "the decoder layer picks MoE only when configured"
-    draw = partial(
-        normal, rngs, std=config.initializer_range, dtype=config.param_dtype
+    assert moe is not None, "the decoder layer picks it only when configured"
+    gate = normal(
+        rngs,
+        (hidden, moe.num_experts),
+        std=config.initializer_range,
+        dtype=config.param_dtype,
     )
-    experts, inner = moe.num_experts, moe.moe_intermediate_size
-    self.gate = param(draw((hidden, experts)), _GATE)
-    self.gate_up_proj = param(draw((experts, hidden, 2 * inner)), _GATE_UP)
-    self.down_proj = param(draw((experts, inner, hidden)), _DOWN)
+    self.gate = param(gate, _GATE)
+    self.experts = Experts(
+        moe.num_experts,
+        moe.moe_intermediate_size,
+        config=config,
+        mesh=mesh,
+        rngs=rngs,
+    )
     self.shared_expert = MLP(
         moe.shared_expert_intermediate_size,
         config=config,
@@ -58,63 +60,58 @@ class MoE(nnx.Module):
         mesh=mesh,
         rngs=rngs,
     )
-    self.per_token = moe.num_experts_per_tok
+    self.rule = partial(softmax, per_token=moe.num_experts_per_tok)
 
   @typed
   def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """Applies the experts to every token."""
     x = constrain(x, self.mesh, _TOKENS)
     gate = jax.nn.sigmoid(self.shared_expert_gate(x))
-    return self._routed(x) + gate * self.shared_expert(x)
+    logits = x @ gather(self.gate[...].astype(x.dtype), self.mesh, _GATE)
+    weights, experts = choose(self.rule, logits, None, mesh=self.mesh)
+    # transformers rounds these weights, and not those of a sigmoid router.
+    weights = weights.astype(x.dtype)
+    routed = self.experts(x, weights=weights, experts=experts)
+    return routed + gate * self.shared_expert(x)
 
-  def _routed(self, x_BTD):
-    gate_up = self._used(self.gate_up_proj, _GATE_UP, x_BTD.dtype)
-    # [gate | up] is cut anew, so that the columns of a shard belong together.
-    gate_up = gate_up.reshape(*gate_up.shape[:2], 2, -1)
-    gate_up = constrain(gate_up, self.mesh, _HALVES)
-    down = self._used(self.down_proj, _DOWN, x_BTD.dtype)
-    exchange = jax.shard_map(
-        partial(_on_shard, per_token=self.per_token),
-        mesh=self.mesh,
-        in_specs=tuple(map(spec, (_HALVES, _WHOLE_DOWN, _TOKENS, _TOKENS))),
-        out_specs=spec(_TOKENS),
+
+class SigmoidMoE(nnx.Module):
+  """sum_j w_j expert_j(x) + shared(x), as in GLM-5.
+
+  The router is `modeling.router.sigmoid`. No token is dropped.
+  """
+
+  def __init__(self, config: GlmMoeDsaConfig, *, mesh: Mesh, rngs: nnx.Rngs):
+    self.mesh = mesh
+    self.gate = SigmoidRouter(config, mesh=mesh, rngs=rngs)
+    size = config.moe_intermediate_size
+    self.experts = Experts(
+        config.n_routed_experts, size, config=config, mesh=mesh, rngs=rngs
     )
-    return exchange(gate_up, down, x_BTD, self._probabilities(x_BTD))
+    self.shared_experts = MLP(
+        config.n_shared_experts * size, config=config, mesh=mesh, rngs=rngs
+    )
 
-  def _probabilities(self, x_BTD):
-    logits = x_BTD @ self._used(self.gate, _GATE, x_BTD.dtype)
-    return jax.nn.softmax(wide(logits), axis=-1)
+  @typed
+  def __call__(
+      self,
+      x: Float[Array, "B T D"],
+      recorded: Int32[Array, "B T A"] | None = None,
+  ) -> tuple[Float[Array, "B T D"], Int32[Array, "B T A"]]:
+    """Applies the experts to every token.
 
-  def _used(self, weight: nnx.Param, axes: Axes, dtype) -> Any:
-    return gather(weight[...].astype(dtype), self.mesh, axes)
+    Args:
+      x: tokens.
+      recorded: experts to take instead of choosing, in [0, E). Their weights
+        are computed from `x`, and the router keeps its gradient.
 
+    Returns:
+      The output, and the experts of each token, laid out as tokens are.
 
-def _on_shard(gate_up, down, x_BTD, probabilities_BTE, *, per_token):
-  """The routed part of a shard's tokens."""
-  x_MD = x_BTD.reshape(-1, x_BTD.shape[-1])
-  probabilities_ME = probabilities_BTE.reshape(len(x_MD), -1)
-  # Here, because the compiler would gather the tokens of all shards to sort.
-  weights_MA, experts_MA = jax.lax.top_k(probabilities_ME, per_token)
-  weights_MA /= weights_MA.sum(-1, keepdims=True)
-  total_MD = apply_experts(
-      (gate_up.reshape(*gate_up.shape[:2], -1), down),
-      x_MD,
-      weights_MA.astype(x_MD.dtype),
-      experts_MA,
-      apply=_grouped,
-  )
-  total_MD = jax.lax.psum(total_MD, "tensor")
-  return total_MD.astype(x_BTD.dtype).reshape(x_BTD.shape)
-
-
-def _grouped(params, rows, counts):
-  """down(silu(gate x) * up x), each group of rows with its own expert."""
-  gate_up, down = params
-  real = (jnp.arange(len(rows)) < counts.sum())[:, None]
-
-  def multiply(rows, weights):
-    # What ragged_dot makes of rows after the last group is not specified.
-    return jnp.where(real, jax.lax.ragged_dot(rows, weights, counts), 0)
-
-  gate, up = jnp.split(multiply(rows, gate_up), 2, axis=-1)
-  return multiply(jax.nn.silu(gate) * up, down)
+    Raises:
+      ValueError: if other than `num_experts_per_tok` experts were recorded.
+    """
+    x = constrain(x, self.mesh, _TOKENS)
+    weights, experts = self.gate(x, recorded)
+    routed = self.experts(x, weights=weights, experts=experts)
+    return routed + self.shared_experts(x), experts

@@ -1,7 +1,7 @@
 """How weights are made: with logical axis names, and stacked over layers."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,20 @@ M = TypeVar("M", bound=nnx.Module)
 STACK_AXIS = "layers"  # logical name of the axis that stacks like layers
 
 
+class IndexerParam(nnx.Variable):
+  """A weight of an indexer, which no loss of the decoder trains."""
+
+
+class Buffer(nnx.Variable):
+  """A value that comes with the weights and is never trained."""
+
+
 def param(
     value: jax.Array,
     axes: Axes,
     *,
-    kind: type[nnx.Param] = nnx.Param,
-) -> nnx.Param:
+    kind: type[nnx.Variable] = nnx.Param,
+) -> Any:
   """Wraps a weight with the logical name of each of its axes.
 
   The names are not mesh axes: eager sharding would take them for such.

@@ -4,7 +4,6 @@ Like layers are stacked and scanned, so that 64 layers trace one of each kind.
 No weight or state is ever written in a forward: states come in and go out.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -20,11 +19,14 @@ from modeling.layer_state import (
     DeltaState,
     KvState,
     Prefix,
+    Recurrent,
+    SegmentDelta,
+    with_sink,
 )
 from modeling.linear import Linear, wide_product
 from modeling.mlp import MLP
-from modeling.moe import MoE
-from modeling.norm import RMSNorm
+from modeling.moe import SoftmaxMoE
+from modeling.norm import ZeroCentredRMSNorm
 from modeling.parameter import normal, param, stack
 from modeling.qwen3_5_config import Qwen3_5Config
 from modeling.rope import Rotation, rotation
@@ -33,23 +35,13 @@ from modeling.sharding import constrain, gather, make_mesh
 _TABLE = ("vocab", "vocab_embed")  # axes of the embedding
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SegmentDelta:
-  """What a segment adds to the state that it follows."""
-
-  slots: KvState  # [L, B, T, N, K]: the segment's own keys and values
-  recurrent: DeltaState  # after the segment's last valid token
-  sinks: tuple[KvState | None, ...]  # those of its prefixes, handed through
-
-
 class DecoderLayer(nnx.Module):
   """x += mixer(norm(x)); x += feed_forward(norm(x))."""
 
   def __init__(self, config: Qwen3_5Config, *, mesh: Mesh, rngs: nnx.Rngs):
     self.mesh = mesh
     norm = partial(
-        RMSNorm,
+        ZeroCentredRMSNorm,
         config.hidden_size,
         eps=config.rms_norm_eps,
         dtype=config.param_dtype,
@@ -62,7 +54,7 @@ class DecoderLayer(nnx.Module):
           config.intermediate_size, config=config, mesh=mesh, rngs=rngs
       )
     else:
-      self.mlp = MoE(config, mesh=mesh, rngs=rngs)
+      self.mlp = SoftmaxMoE(config, mesh=mesh, rngs=rngs)
 
   def residual(self, x_BTD: jax.Array, mixer: Callable) -> tuple:
     """Returns the layer's output and whatever else the mixer returns."""
@@ -155,7 +147,7 @@ class Qwen3_5(nnx.Module):
         config.num_blocks,
         rngs=rngs,
     )
-    self.norm = RMSNorm(
+    self.norm = ZeroCentredRMSNorm(
         config.hidden_size, eps=config.rms_norm_eps, dtype=config.param_dtype
     )
     self.lm_head = nnx.data(None)
@@ -176,7 +168,7 @@ class Qwen3_5(nnx.Module):
       *,
       positions_BT: jax.Array,
       prefixes: tuple[Prefix, ...],
-      recurrent: DeltaState,
+      recurrent: Recurrent,
   ) -> tuple[jax.Array, SegmentDelta]:
     """Runs a segment that follows a state.
 
@@ -214,7 +206,7 @@ class Qwen3_5(nnx.Module):
           x_BTD,
           positions_BT=positions_BT,
           rotation=by,
-          prefixes=tuple(map(_with_sink, prefixes, sinks)),
+          prefixes=tuple(map(with_sink, prefixes, sinks)),
           layer=index,
       )
 
@@ -242,20 +234,3 @@ class Qwen3_5(nnx.Module):
 
   def _table(self, dtype):
     return gather(self.embed_tokens[...].astype(dtype), self.mesh, _TABLE)
-
-
-def _with_sink(prefix: Prefix, sink: KvState | None) -> Prefix:
-  return dataclasses.replace(prefix, sink=sink)
-
-
-def abstract_model(
-    config: Qwen3_5Config, *, mesh: Mesh | None = None
-) -> Qwen3_5:
-  """Returns a model of shapes and dtypes; no array is made."""
-  return nnx.eval_shape(lambda: Qwen3_5(config, rngs=nnx.Rngs(0), mesh=mesh))
-
-
-def parameter_count(config: Qwen3_5Config) -> int:
-  """Returns the number of weights, adapters not counted."""
-  leaves = jax.tree.leaves(abstract_model(config.replace(lora=None)))
-  return sum(leaf.size for leaf in leaves)

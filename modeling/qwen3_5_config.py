@@ -1,36 +1,23 @@
 """Configuration of Qwen3.5/3.6 decoders, with the checkpoint's own names."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-import jax.numpy as jnp
+import jax
+from jax.sharding import Mesh
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class YarnConfig:
-  """YaRN extension of the context window. Source: arXiv 2309.00071."""
-
-  factor: float
-  original_max_position_embeddings: int
-  beta_fast: float = 32.0
-  beta_slow: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-  """Rotary position embedding.
-
-  `inv_freq`, when given, replaces theta^(-2j/d): PyTorch's float32 `pow` is one
-  unit in the last place away from the correctly rounded value in about half of
-  the entries, which moves cos by 4e-3 at position 262,143. Give PyTorch's table
-  to reproduce it; YaRN is then assumed to be in the table already.
-  """
-
-  rope_theta: float = 1e7
-  partial_rotary_factor: float = 0.25
-  yarn: YarnConfig | None = None
-  inv_freq: tuple[float, ...] | None = None
+from modeling.decoder_config import (
+    DecoderConfig,
+    RopeConfig,
+    YarnConfig,
+    read_fields,
+    refuse_other_values,
+    require_fields,
+)
+from modeling.layer_state import DeltaState, KvState
+from pallas_kernels.shapes import wide_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,52 +31,23 @@ class MoeConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-  """Low-rank adapters: y = x W + (alpha / rank) (x A) B.
+class Qwen3_5Config(DecoderConfig):
+  """Shape and precision of a model."""
 
-  `targets` are the names of the linear layers that get one.
-  """
-
-  rank: int
-  alpha: float
-  targets: tuple[str, ...] = (
+  ADAPTED_NAMES: ClassVar[tuple[str, ...]] = (
       "q_proj", "k_proj", "v_proj", "o_proj",
       "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
       "gate_proj", "up_proj", "down_proj",
   )  # fmt: skip
+  LINEAR_NAMES: ClassVar[tuple[str, ...]] = (
+      *ADAPTED_NAMES,
+      "experts",
+      "shared_expert_gate",
+      "lm_head",
+  )
 
-  def __post_init__(self):
-    if self.rank < 1:
-      raise ValueError(f"lora.rank={self.rank}: want at least 1")
-    unknown = set(self.targets) - set(LINEAR_NAMES)
-    if unknown or not self.targets:
-      raise ValueError(
-          f"lora.targets={self.targets}: want some of {LINEAR_NAMES}"
-      )
-
-
-LINEAR_NAMES = (
-    "q_proj", "k_proj", "v_proj", "o_proj",
-    "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
-    "gate_proj", "up_proj", "down_proj", "shared_expert_gate", "lm_head",
-)  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3_5Config:
-  """Shape and precision of a model; names are those of `config.json`.
-
-  `dtype` is the dtype of activations and of the stored keys and values,
-  `param_dtype` that of the weights. Norms, gates, the recurrent state, softmax,
-  router and head always work in float32 or wider.
-  """
-
-  vocab_size: int
-  hidden_size: int
   intermediate_size: int | None = None
-  num_hidden_layers: int
   full_attention_interval: int = 4
-  num_attention_heads: int
   num_key_value_heads: int
   head_dim: int = 256
   linear_num_key_heads: int
@@ -97,16 +55,10 @@ class Qwen3_5Config:
   linear_key_head_dim: int = 128
   linear_value_head_dim: int = 128
   linear_conv_kernel_dim: int = 4
-  rms_norm_eps: float = 1e-6
-  initializer_range: float = 0.02
-  tie_word_embeddings: bool = False
-  rope: RopeConfig = RopeConfig()
   moe: MoeConfig | None = None
-  lora: LoraConfig | None = None
-  dtype: str = "bfloat16"
-  param_dtype: str = "bfloat16"
 
   def __post_init__(self):
+    super().__post_init__()
     whole = {
         "num_hidden_layers": (
             self.num_hidden_layers, "full_attention_interval",
@@ -131,11 +83,6 @@ class Qwen3_5Config:
           f"intermediate_size={self.intermediate_size}, moe={self.moe}: want"
           " exactly one of the two"
       )
-    for name in ("dtype", "param_dtype"):
-      if getattr(self, name) not in ("bfloat16", "float32", "float64"):
-        raise ValueError(
-            f"{name}={getattr(self, name)!r}: want bfloat16, float32 or float64"
-        )
 
   @property
   def num_blocks(self) -> int:
@@ -149,14 +96,78 @@ class Qwen3_5Config:
     values = self.linear_num_value_heads * self.linear_value_head_dim
     return 2 * keys + values
 
-  @property
-  def activation_dtype(self) -> jnp.dtype:
-    """`dtype` as a dtype."""
-    return jnp.dtype(self.dtype)
+  def slot_shapes(self, *, batch: int, slots: int) -> KvState:
+    """Returns the shapes of keys and values, [L,B,S,N,K]."""
+    sizes = (self.num_key_value_heads, self.head_dim)
+    shape: Any = jax.ShapeDtypeStruct(
+        (self.num_blocks, batch, slots, *sizes), self.activation_dtype
+    )
+    return KvState(k=shape, v=shape)
 
-  def replace(self, **changes: Any) -> "Qwen3_5Config":
-    """Returns a copy with some fields changed."""
-    return dataclasses.replace(self, **changes)
+  def recurrent_shapes(self, *, batch: int) -> DeltaState:
+    """Returns the shapes of the Gated DeltaNet states of so many rows."""
+    layers = (self.num_blocks, self.full_attention_interval - 1, batch)
+    window = self.linear_conv_kernel_dim - 1
+    keys = (self.linear_num_key_heads, self.linear_key_head_dim)
+    values = (self.linear_num_value_heads, self.linear_value_head_dim)
+    matrix = (values[0], keys[1], values[1])
+    dtype = self.activation_dtype
+
+    def shape(*sizes, dtype=dtype) -> Any:
+      return jax.ShapeDtypeStruct((*layers, *sizes), dtype)
+
+    return DeltaState(
+        recurrent=shape(*matrix, dtype=wide_dtype(dtype)),
+        conv_q=shape(window, *keys),
+        conv_k=shape(window, *keys),
+        conv_v=shape(window, *values),
+    )
+
+  def recurrent_axes(self, mesh: Mesh) -> DeltaState:
+    """Returns the logical axes of each leaf of these."""
+    stacked, heads = ("layers", "layers", "batch"), self.delta_heads(mesh)
+    recurrent: Any = (*stacked, heads, None, None)
+    conv: Any = (*stacked, None, heads, None)
+    return DeltaState(
+        recurrent=recurrent, conv_q=conv, conv_k=conv, conv_v=conv
+    )
+
+  def delta_heads(self, mesh: Mesh) -> str:
+    """Returns the logical name of the heads of a Gated DeltaNet state.
+
+    Where `tensor` x `context` divides them they lie over both ("spread_heads").
+    Elsewhere they lie over `tensor` ("linear_heads"), and each shard of
+    `context` has the same state.
+
+    Raises:
+      ValueError: if `tensor` does not divide the heads.
+    """
+    heads, tensor = self.linear_num_key_heads, mesh.shape["tensor"]
+    # A value head lies where its key head does; there are a multiple of them.
+    if heads % tensor:
+      raise ValueError(
+          f"mesh.tensor={tensor}: want a divisor of"
+          f" linear_num_key_heads={heads}, since a device holds whole heads"
+      )
+    spread = heads % (tensor * mesh.shape["context"]) == 0
+    return "spread_heads" if spread else "linear_heads"
+
+  def check_tensor(self, tensor: int) -> None:
+    """Raises ValueError if some head would be cut."""
+    names = (
+        "num_attention_heads",
+        "num_key_value_heads",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+    )
+    heads = {name: getattr(self, name) for name in names}
+    wrong = [f"{name}={n}" for name, n in heads.items() if n % tensor]
+    if wrong:
+      raise ValueError(
+          f"mesh.tensor={tensor}: want a divisor of"
+          f" {math.gcd(*heads.values())}, so that no head is cut; it does not"
+          f" divide {', '.join(wrong)}"
+      )
 
   @classmethod
   def from_hf(
@@ -174,8 +185,8 @@ class Qwen3_5Config:
         and for a missing key, by name.
     """
     text = dict(config.get("text_config", config))
-    _refuse_unsupported(text)
-    _require(cls, text)
+    refuse_other_values(text, _REQUIRED)
+    require_fields(cls, text)
     rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
     fields = {
         field.name: text[field.name]
@@ -188,7 +199,7 @@ class Qwen3_5Config:
     fields["rope"] = _rope(rope, text)
     if "num_experts" in text:
       fields.pop("intermediate_size", None)
-      fields["moe"] = _read(MoeConfig, text)
+      fields["moe"] = MoeConfig(**read_fields(MoeConfig, text))
     return cls(**(fields | changes))
 
   def to_hf(self) -> dict[str, Any]:
@@ -267,33 +278,6 @@ _REQUIRED = {
 }  # fmt: skip
 
 
-def _refuse_unsupported(text):
-  for name, allowed in _REQUIRED.items():
-    if name in text and text[name] not in allowed:
-      wanted = " or ".join(repr(value) for value in allowed)
-      raise ValueError(
-          f"config.json: {name}={text[name]!r} is not supported; want {wanted}"
-      )
-
-
-def _require(cls, source):
-  """Refuses a file that lacks a field of `cls` without a default."""
-  missing = [
-      field.name
-      for field in dataclasses.fields(cls)
-      if field.default is dataclasses.MISSING and field.name not in source
-  ]
-  if missing:
-    raise ValueError(f"config.json lacks {', '.join(missing)}")
-
-
-def _read(cls, source):
-  """Makes a `cls` of the entries of `source` that are named like its fields."""
-  _require(cls, source)
-  names = [field.name for field in dataclasses.fields(cls)]
-  return cls(**{name: source[name] for name in names if name in source})
-
-
 def _interval(text):
   """Length of the repeated run of layers: n - 1 linear, then 1 full."""
   layers = text["num_hidden_layers"]
@@ -326,7 +310,7 @@ def _rope(rope, text):
       raise ValueError(
           f"config.json: rope_parameters {sorted(unknown)} are not supported"
       )
-    yarn = _read(YarnConfig, rope)
+    yarn = YarnConfig(**read_fields(YarnConfig, rope))
   elif kind != "default":
     raise ValueError(
         f"config.json: rope_type={kind!r} is not supported; want 'default' or"

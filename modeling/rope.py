@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from modeling.qwen3_5_config import RopeConfig, YarnConfig
+from modeling.decoder_config import RopeConfig, YarnConfig
 from pallas_kernels.shapes import typed, wide
 
 
@@ -78,6 +78,20 @@ def rotate(x: Float[Array, "B T H K"], by: Rotation) -> Float[Array, "B T H K"]:
       [first * cos - second * sin, second * cos + first * sin], axis=-1
   )
   return jnp.concatenate([rotated.astype(x.dtype), x[..., 2 * half :]], axis=-1)
+
+
+@typed
+def rotate_interleaved(
+    x: Float[Array, "B T H K"], by: Rotation
+) -> Float[Array, "B T H K"]:
+  """Rotates pairs (2i, 2i + 1) of the first dims; the rest passes.
+
+  What comes out is all first elements, then all second ones, as transformers
+  stores them: products of queries and keys are the same in any order.
+  """
+  rotary = 2 * by.cos.shape[-1]
+  pairs = [x[..., start:rotary:2] for start in (0, 1)]
+  return rotate(jnp.concatenate([*pairs, x[..., rotary:]], axis=-1), by)
 
 
 def _phase_by_turns(positions, frequencies):

@@ -31,6 +31,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "batch": ("data",),
     "time": ("context",),
     "slots": ("context",),
+    "shards": ("context",),  # of what each shard has of its own
     "spread_heads": ("tensor", "context"),  # Gated DeltaNet by heads
     # columns of weights; also the heads of an activation
     "heads": ("tensor",),

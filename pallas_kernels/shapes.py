@@ -6,7 +6,8 @@
     L layers               V value head dim        W conv window kept
     H query heads (or linear key heads)            N key/value heads
     U linear value heads   K query/key head dim    E experts
-    A experts per token    r LoRA rank
+    A experts per token    r LoRA rank             I indexer heads
+    J entries chosen by an indexer                 Z latent of a token
 
 A suffix such as `q_BTHK` names the axes of an array, outermost first.
 """

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 T = TypeVar("T")
@@ -56,6 +57,32 @@ def write(x: jax.Array, new: jax.Array, start: Sequence[Any]) -> jax.Array:
   return jax.lax.platform_dependent(
       x, new, start, tpu=along_one_axis, default=at_once
   )
+
+
+def layer_stack(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns a stack of layers on the device, and where in it the layer is.
+
+  Rows can be gathered, and added to, in device memory alone: of an array that
+  lies in host memory, one layer comes to the device, as a stack of one.
+  """
+  if not _in_host_memory(x):
+    return x, layer
+  return read(x, _start_of(x, layer), (1, *x.shape[1:])), jnp.int32(0)
+
+
+def put_layer(x: jax.Array, stack: jax.Array, layer: jax.Array) -> jax.Array:
+  """Returns a stored array after its `layer_stack` was changed."""
+  if not _in_host_memory(x):
+    return stack
+  return write(x, stack, _start_of(x, layer))
+
+
+def _in_host_memory(x):
+  return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def _start_of(x, layer):
+  return layer, *[jnp.int32(0)] * (x.ndim - 1)
 
 
 def _along_one_axis(x, start, sizes):

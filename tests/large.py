@@ -11,7 +11,7 @@ from lstraw_jax.capacity.stage_programs import StagePrograms
 from lstraw_jax.capacity.workload import Workload
 from lstraw_jax.replay import ReplayConfig
 from lstraw_jax.update_config import UpdateConfig
-from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.decoder_config import DecoderConfig
 from modeling.sharding import make_mesh
 from tests import tiny
 
@@ -22,12 +22,13 @@ LARGE = tiny.config(
     full_attention_interval=2,
     num_hidden_layers=16,
 )
+LARGE_GLM = tiny.config("tiny-glm", dtype="float32", vocab_size=VOCAB)
 
 
 def shapes(
     *,
     slots: int = SLOTS,
-    config: Qwen3_5Config = LARGE,
+    config: DecoderConfig = LARGE,
     group_size: int = 2,
     exact: bool = True,
 ) -> StagePrograms:
@@ -54,7 +55,7 @@ def compiled_replay(
     *,
     group_size: int = 2,
     slots: int = SLOTS,
-    config: Qwen3_5Config = LARGE,
+    config: DecoderConfig = LARGE,
     exact: bool = False,
 ) -> jax.stages.Compiled:
   """Compiles replay."""
@@ -65,6 +66,17 @@ def compiled_replay(
 
 
 @functools.cache
-def compiled_sweep(*, slots: int = SLOTS) -> jax.stages.Compiled:
+def compiled_capture(
+    *, slots: int = SLOTS, config: DecoderConfig = LARGE
+) -> jax.stages.Compiled:
+  """Compiles the capture of one chunk."""
+  return shapes(slots=slots, config=config).lower("capture").compile()
+
+
+@functools.cache
+def compiled_sweep(
+    *, slots: int = SLOTS, config: DecoderConfig = LARGE
+) -> jax.stages.Compiled:
   """Compiles the reverse sweep over one chunk, without a loss of its own."""
-  return shapes(slots=slots).lower("prompt_gradient").compile()
+  programs = shapes(slots=slots, config=config)
+  return programs.lower("prompt_gradient").compile()

@@ -21,8 +21,8 @@ from lstraw_jax.sampling import SamplingConfig, sample, to_rollouts
 from lstraw_jax.scoring import score
 from lstraw_jax.train_state import apply_gradients, make_train_state
 from modeling.checkpoints import load_config, load_model, save_model
+from modeling.decoder_config import LoraConfig
 from modeling.presets import preset
-from modeling.qwen3_5_config import LoraConfig
 from tests.random_model import random_model
 
 NAMES = dict(globals())

@@ -17,18 +17,26 @@ from lstraw_jax.rollouts import (
     RolloutGroup,
     to_branch_batch,
 )
+from modeling.decoder_config import DecoderConfig, LoraConfig
+from modeling.glm_moe_dsa_config import GlmMoeDsaConfig
+from modeling.models import abstract_model
 from modeling.presets import preset
-from modeling.qwen3_5 import abstract_model
-from modeling.qwen3_5_config import LINEAR_NAMES, LoraConfig, Qwen3_5Config
+from modeling.qwen3_5_config import Qwen3_5Config
 from modeling.sharding import make_mesh, shardings
 from tests.random_model import random_model
 
-ALL_ADAPTERS = LoraConfig(rank=2, alpha=4.0, targets=LINEAR_NAMES)
+ALL_ADAPTERS = LoraConfig(rank=2, alpha=4.0, targets=Qwen3_5Config.LINEAR_NAMES)
 
 
 def config(name: str = "tiny", *, dtype: str = "float64", **changes):
-  """Returns a preset with two blocks of two linear layers and a full one."""
+  """Returns a preset with two blocks, or runs, of three layers."""
   layers = dict(num_hidden_layers=6, full_attention_interval=3)
+  if isinstance(preset(name), GlmMoeDsaConfig):
+    layers = dict(
+        num_hidden_layers=6,
+        indexer_types=("full", "shared", "shared") * 2,
+        mlp_layer_types=("dense", "sparse", "sparse") * 2,
+    )
   return preset(name).replace(
       **(layers | dict(dtype=dtype, param_dtype=dtype) | changes)
   )
@@ -36,7 +44,7 @@ def config(name: str = "tiny", *, dtype: str = "float64", **changes):
 
 @functools.cache
 def policy(
-    config: Qwen3_5Config, *, seed: int = 0, mesh: Mesh | None = None
+    config: DecoderConfig, *, seed: int = 0, mesh: Mesh | None = None
 ) -> Policy:
   """Returns a policy whose arrays all tests share: none may consume them.
 

@@ -8,6 +8,7 @@ while it is active: forwards and backwards run inside it.
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -24,8 +25,8 @@ from transformers import (
 
 from modeling import checkpoint_names, checkpoints, rope
 from modeling.checkpoint_names import LeafPath
-from modeling.qwen3_5 import Qwen3_5, abstract_model
-from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.decoder_config import DecoderConfig
+from modeling.models import Model, abstract_model, read_config
 
 # Two blocks; three value heads a key head; keys and values of unequal size.
 _SHAPE = dict(
@@ -86,13 +87,14 @@ def randomise(model: torch.nn.Module) -> None:
       draw = torch.log(0.01 + 15.99 * decay)
     elif name.endswith("dt_bias"):
       draw = draw - 1.0
-    elif name.endswith("linear_attn.norm.weight"):
-      draw = 1.0 + 0.2 * draw
     elif "norm" in name:
-      draw = 0.2 * draw
+      draw = weight.mean().round() + 0.2 * draw  # some are 1 + w
     elif "embed_tokens" not in name:
       draw = 1.3 * draw / weight.shape[-1] ** 0.5
     weight.copy_(draw)
+  for name, buffer in model.named_buffers():
+    if name.endswith("e_score_correction_bias"):  # as large as in GLM-5.2
+      buffer.copy_(7.0 + 0.25 * torch.rand(buffer.shape, generator=generator))
 
 
 @contextlib.contextmanager
@@ -107,6 +109,7 @@ def exact() -> Iterator[None]:
   layer = cache_utils.LinearAttentionLayer
   with (
       mock.patch.object(torch.Tensor, "to", widen(torch.Tensor.to)),
+      mock.patch.object(torch.Tensor, "type", widen(torch.Tensor.type)),
       mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
       mock.patch.object(functional, "softmax", widen(functional.softmax)),
       mock.patch.object(layer, "update_conv_state", _update_conv_state),
@@ -149,54 +152,56 @@ def response_log_probs(
   return _select(logits, response[None])[0]
 
 
-def our_config(model: PreTrainedModel, **changes) -> Qwen3_5Config:
+def our_config(model: PreTrainedModel, **changes) -> Any:
   """Returns our configuration of a model, in float64."""
   dtypes = dict(dtype="float64", param_dtype="float64")
-  return Qwen3_5Config.from_hf(model.config.to_dict(), **(dtypes | changes))
+  return read_config(model.config.to_dict(), **(dtypes | changes))
 
 
-def our_model(model: PreTrainedModel, config: Qwen3_5Config) -> Qwen3_5:
+def our_model(model: PreTrainedModel, config: DecoderConfig) -> Model:
   """Returns our model with the same weights."""
-  weights = {name: x.detach() for name, x in model.named_parameters()}
-  return checkpoints.assemble(config, to_leaves(config, weights))
+  return checkpoints.assemble(config, to_leaves(config, model.state_dict()))
 
 
 def our_gradients(
-    model: PreTrainedModel, config: Qwen3_5Config
+    model: PreTrainedModel, config: DecoderConfig
 ) -> dict[LeafPath, np.ndarray]:
-  """Returns the gradients after `backward`, by our paths and in our layout."""
-  gradients = {
-      name: torch.zeros_like(x) if x.grad is None else x.grad
-      for name, x in model.named_parameters()
+  """Returns the gradients after `backward`, by our paths and in our layout.
+
+  What has none, or is no parameter, has zeros.
+  """
+  gradients = {n: torch.zeros_like(x) for n, x in model.state_dict().items()}
+  gradients |= {
+      name: weight.grad
+      for name, weight in model.named_parameters()
+      if weight.grad is not None
   }
   return to_leaves(config, gradients)
 
 
 def to_leaves(
-    config: Qwen3_5Config, tensors: Mapping[str, torch.Tensor]
+    config: DecoderConfig, tensors: Mapping[str, torch.Tensor]
 ) -> dict[LeafPath, np.ndarray]:
-  """Stacks tensors, named as the parameters of a model, into our leaves."""
+  """Stacks tensors, named as the weights of a model, into our leaves."""
   abstract = checkpoint_names.leaves(abstract_model(config.replace(lora=None)))
   leaves = {p: np.full(x.shape, np.nan) for p, x in abstract.items()}
   for name, place in checkpoint_names.places(config).items():
     tensor = tensors[checkpoint_names.prefixed(name)].numpy()
-    leaves[place.path][place.index] = place.to_model(tensor)
+    place.part(leaves[place.path])[...] = place.to_model(tensor)
   return leaves
 
 
-def use_our_frequencies(model: PreTrainedModel, config: Qwen3_5Config) -> None:
+def use_our_frequencies(model: PreTrainedModel, config: DecoderConfig) -> None:
   """Puts our table of frequencies into the model.
 
   Tables differ by a unit in the last place of float32, so that a comparison in
   float64 needs one of them on both sides.
   """
-  table = rope.inverse_frequencies(config.rope, head_dim=config.head_dim)
+  table = rope.inverse_frequencies(config.rope, head_dim=model.config.head_dim)
   model.model.rotary_emb.inv_freq = torch.tensor(table)
 
 
-def with_their_frequencies(
-    config: Qwen3_5Config, model: PreTrainedModel
-) -> Qwen3_5Config:
+def with_their_frequencies(config: Any, model: PreTrainedModel) -> Any:
   """Returns the configuration with the model's table of frequencies."""
   table = tuple(model.model.rotary_emb.inv_freq.tolist())
   return config.replace(rope=dataclasses.replace(config.rope, inv_freq=table))

@@ -5,8 +5,6 @@ from typing import Any
 import ml_collections
 from ml_collections import config_dict
 
-from modeling.qwen3_5_config import LoraConfig
-
 
 def get_config() -> ml_collections.ConfigDict:
   """Returns the settings; a name that is not among them is refused."""
@@ -23,7 +21,9 @@ def get_config() -> ml_collections.ConfigDict:
   config.lora = ml_collections.ConfigDict()
   config.lora.rank = 0  # 0 trains every weight
   config.lora.alpha = 16.0
-  config.lora.targets = LoraConfig(rank=1, alpha=1.0).targets
+  # Names of linear layers, as "('q_b_proj', 'experts')"; () is those that the
+  # model adapts by default, see ADAPTED_NAMES of its config.
+  config.lora.targets = ()
 
   config.data = ml_collections.ConfigDict()
   config.data.rollouts = ""  # a JSONL file of groups, instead of sampling

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lstraw_jax.capacity.memory_plan import plan_memory
 from lstraw_jax.capacity.workload import Workload
-from modeling.qwen3_5_config import LoraConfig
+from modeling.decoder_config import LoraConfig
 
 _LONGEST = 1 << 40  # tokens: further than any machine goes
 

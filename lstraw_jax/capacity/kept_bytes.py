@@ -15,16 +15,10 @@ from jax.sharding import AbstractMesh
 from lstraw_jax.capacity.workload import Workload
 from lstraw_jax.optimizer import OptimizerConfig, make_optimizer
 from lstraw_jax.policy import make_policy
-from modeling.layer_state import (
-    POSITION_AXES,
-    SLOT_AXES,
-    delta_axes,
-    delta_shapes,
-    empty_slots,
-)
+from modeling.decoder_config import DecoderConfig
+from modeling.layer_state import POSITION_AXES
 from modeling.mesh_fit import check_mesh
-from modeling.qwen3_5 import abstract_model
-from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.models import abstract_model
 from modeling.sharding import AXES, names, shard_bytes
 from pallas_kernels.shapes import wide_dtype
 
@@ -60,19 +54,17 @@ def recurrent_bytes(workload: Workload, *, cotangent: bool = False) -> int:
   """Returns the bytes of one recurrent state, or of its cotangent."""
   config = workload.model
   mesh = _mesh((workload.data, workload.context, workload.tensor))
-  shapes = delta_shapes(config, batch=workload.data)
+  shapes = config.recurrent_shapes(batch=workload.data)
   if cotangent:
     shapes = jax.tree.map(_widened, shapes)
-  axes = delta_axes(config, mesh)
-  return sum(
-      shard_bytes(getattr(shapes, name), getattr(axes, name), mesh)
-      for name in vars(shapes)
-  )
+  count = lambda x, axes: shard_bytes(x, axes, mesh)
+  sizes = jax.tree.map(count, shapes, config.recurrent_axes(mesh))
+  return sum(jax.tree.leaves(sizes))
 
 
 @functools.cache
 def _weights(
-    config: Qwen3_5Config, optimizer: OptimizerConfig, sizes: tuple[int, ...]
+    config: DecoderConfig, optimizer: OptimizerConfig, sizes: tuple[int, ...]
 ) -> dict[str, int]:
   mesh = _mesh(sizes)
   check_mesh(config, mesh)
@@ -90,18 +82,16 @@ def _weights(
 
 def _state(workload: Workload, mesh: Any) -> dict[str, int]:
   config, rows = workload.model, workload.data
-  slots = jax.eval_shape(
-      lambda: empty_slots(config, batch=rows, slots=workload.capacity)
-  )
+  slots = config.slot_shapes(batch=rows, slots=workload.capacity)
   positions = jax.ShapeDtypeStruct((rows, workload.capacity), jnp.int32)
   narrow = workload.update.cotangent_dtype == "bfloat16"
   slot_bytes = lambda tree: sum(
-      shard_bytes(x, ("layers", *SLOT_AXES), mesh)
-      for x in jax.tree.leaves(tree)
+      shard_bytes(x, tree.AXES, mesh) for x in jax.tree.leaves(tree)
   )
   scalars = (2 * rows + 1) * 4  # length, next_token, policy_step
   sums = jax.tree.map(
-      lambda x: x.update(dtype=jnp.bfloat16) if narrow else _widened(x), slots
+      lambda x: x.update(dtype=jnp.bfloat16) if narrow else _widened(x),
+      slots.learned,
   )
   return dict(
       slots=slot_bytes(slots),

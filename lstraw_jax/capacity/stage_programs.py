@@ -27,8 +27,9 @@ from lstraw_jax.rollouts import BranchBatch
 from lstraw_jax.scoring import score
 from lstraw_jax.state_cotangent import StateCotangent, zero_cotangent
 from lstraw_jax.train_state import moments_in, optimizer_program
-from modeling.qwen3_5 import abstract_model
+from modeling.models import abstract_model
 from modeling.sharding import sharding, shardings
+from pallas_kernels.shapes import wide_dtype
 
 
 class StagePrograms:
@@ -146,14 +147,12 @@ class StagePrograms:
 
   def _prompt_gradient(self):
     labels, head_chunk_tokens = None, 0
+    wide = wide_dtype(self.workload.model.dtype)
     if self.workload.supervised:
       tokens = (self.workload.data, self.workload.chunk_tokens)
-      weights = self.prompt.recurrent.recurrent.dtype
-      labels = Labels(
-          self._whole(tokens, jnp.int32), self._whole(tokens, weights)
-      )
+      labels = Labels(self._whole(tokens, jnp.int32), self._whole(tokens, wide))
       head_chunk_tokens = self.workload.update.replay.head_chunk_tokens
-    total = self._whole((), self.cotangent.recurrent.recurrent.dtype)
+    total = self._whole((), wide)
     return pull_back_chunk.lower(
         self.policy,
         self.prompt,

@@ -12,8 +12,8 @@ import numpy as np
 
 from lstraw_jax.capacity.kept_bytes import KeptBytes
 from lstraw_jax.capacity.workload import Workload
+from modeling.decoder_config import DecoderConfig
 from modeling.expert_exchange import SLACK
-from modeling.qwen3_5_config import Qwen3_5Config
 from pallas_kernels.prefix_attention import KEY_BLOCK
 from pallas_kernels.shapes import wide_dtype
 
@@ -89,7 +89,7 @@ def _sizes(workload: Workload, tokens: int, kept: KeptBytes) -> _Arrays:
   )
 
 
-def _mixer_weights(model: Qwen3_5Config) -> int:
+def _mixer_weights(model: DecoderConfig) -> int:
   """Returns the weights of attention or Gated DeltaNet, whichever is more."""
   queries = model.num_attention_heads * model.head_dim
   keys = model.num_key_value_heads * model.head_dim

@@ -7,7 +7,7 @@ from lstraw_jax.branch import block_size
 from lstraw_jax.optimizer import OptimizerConfig
 from lstraw_jax.rollouts import bucket
 from lstraw_jax.update_config import UpdateConfig
-from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.decoder_config import DecoderConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Workload:
   prompts carry the loss.
   """
 
-  model: Qwen3_5Config
+  model: DecoderConfig
   data: int = 1  # sizes of the mesh axes
   context: int = 1
   tensor: int = 1

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from modeling.qwen3_5_config import Qwen3_5Config
+from modeling.decoder_config import DecoderConfig
 from pallas_kernels.shapes import wide_dtype
 
 
@@ -17,7 +17,7 @@ class Widths(NamedTuple):
   trained: int  # the trained ones: adapters are kept wide
 
 
-def widths(model: Qwen3_5Config) -> Widths:
+def widths(model: DecoderConfig) -> Widths:
   """Reads them off the configuration."""
   param = jnp.dtype(model.param_dtype)
   trained = param if model.lora is None else wide_dtype(param)

@@ -3,6 +3,8 @@
 import jax
 import numpy as np
 import pytest
+from absl import flags
+from ml_collections import config_flags
 
 from experiments import settings
 from experiments.configs import base, tiny
@@ -10,7 +12,6 @@ from experiments.run_settings import load_policy
 from lstraw_jax.policy import make_policy
 from modeling.checkpoints import save_model
 from modeling.presets import preset
-from modeling.qwen3_5_config import LoraConfig
 from tests.random_model import random_model
 
 
@@ -45,6 +46,18 @@ def config(**changes):
         ({"model__param_dtype": "bfloat16"}, "would lose small updates"),
         ({"model__checkpoint": "/nope"}, "/nope"),
         ({"lora__rank": 4, "lora__targets": ("q",)}, "lora.targets="),
+        (
+            {
+                "model__preset": "tiny-glm",
+                "lora__rank": 4,
+                "lora__targets": ("q_proj",),
+            },
+            r"lora.targets=\('q_proj',\): want some of \('q_a_proj', ",
+        ),
+        (
+            {"model__preset": "tiny-glm", "mesh__tensor": 2},
+            "mesh.tensor=2: want 1, since all heads of a layer",
+        ),
         ({"mesh__data": 0}, "mesh.data=0: want an integer >= 1, or 'auto'"),
         ({"mesh__data": "all"}, "mesh.data='all'"),
         ({"mesh__context": 16}, "is 16 devices, but there are 8"),
@@ -136,5 +149,23 @@ def test_a_checkpoint_takes_the_place_of_the_preset(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, policy, make_policy(model))
 
 
-def test_default_lora_targets_are_the_library_s():
-  assert base.get_config().lora.targets == LoraConfig(rank=1, alpha=1).targets
+@pytest.mark.parametrize("name", ["tiny", "tiny-glm"])
+def test_by_default_adapters_are_where_the_model_has_them(name):
+  assert base.get_config().lora.targets == ()
+  changed = config(model__preset=name, lora__rank=2)
+  model = settings.read_settings(changed).model
+  assert model.adapted == preset(name).ADAPTED_NAMES != ()
+
+
+def test_targets_are_given_on_the_command_line():
+  """One, and several; the last of them is of GLM alone."""
+  for text, wanted in (
+      ("('o_proj',)", ("o_proj",)),
+      ("('kv_b_proj', 'experts')", ("kv_b_proj", "experts")),
+  ):
+    values = flags.FlagValues()
+    holder = config_flags.DEFINE_config_file("config", flag_values=values)
+    path = "experiments/configs/tiny_glm.py"
+    values(["x", f"--config={path}", f"--config.lora.targets={text}"])
+    values["config"].value.lora.rank = 2
+    assert settings.read_settings(holder.value).model.adapted == wanted

@@ -168,3 +168,53 @@ def test_a_run_that_keeps_states_goes_on_to_the_same_bits(tmp_path):
 def test_a_mistake_is_answered_in_a_line(tmp_path, setting, message):
   workdir = tmp_path / "run"
   binaries.expect_mistake(command(workdir, setting), message, workdir=workdir)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.first_class
+def test_a_sparse_model_is_exported_and_trained_again(tmp_path):
+  """On a mesh of experts, exactly; then as a checkpoint, by its adapters."""
+  small = SMALL | {"data.prompt_tokens": 64, "train.prompts_per_step": 1}
+  start = lambda workdir, **changes: binaries.run(
+      binaries.command(
+          "train_grpo",
+          workdir=workdir,
+          settings=small | {k.replace("__", "."): v for k, v in changes.items()},
+          config="tiny_glm",
+      )
+  )
+  first, second = tmp_path / "first", tmp_path / "second"
+  made = start(
+      first,
+      train__steps=2,
+      train__prompt_gradient="exact",
+      mesh__context=8,
+      checkpoint__export=True,
+  )
+  assert made.returncode == 0, made.stderr
+  assert "prompt gradient: exact" in made.stdout
+  trained = {
+      name.removeprefix("trainable."): value
+      for name, value in arrays(first, 2).items()
+      if name.startswith("trainable.")
+  }
+  config = tiny_glm.get_config()
+  config.model.checkpoint = str(first / "model")
+  config.model.dtype = config.model.param_dtype = "float32"
+  loaded = load_policy(config, read_settings(config))
+  leaves = named_leaves(loaded.trainable)
+  assert leaves.keys() == trained.keys() and len(leaves) > 30
+  for name, value in leaves.items():
+    np.testing.assert_array_equal(value, trained[name], err_msg=name)
+
+  again = start(
+      second,
+      train__steps=1,
+      model__checkpoint=first / "model",
+      lora__rank=2,
+      state__memory_kind="pinned_host",
+  )
+  assert again.returncode == 0, again.stderr
+  assert "loaded " in again.stdout and "adapter weights" in again.stdout
+  assert "prompt gradient: dropped" in again.stdout
+  assert all("lora" in x for x in arrays(second, 1) if "trainable" in x)

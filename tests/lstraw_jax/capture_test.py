@@ -12,12 +12,14 @@ import pytest
 from lstraw_jax.capture import capture, capture_chunk, extend
 from lstraw_jax.prompt_state import empty_prompt_state, nbytes
 from lstraw_jax.rollouts import bucket
-from modeling.layer_state import DeltaState, KvState, empty_recurrent
+from modeling.layer_state import Recurrent, Slots, empty_recurrent
 from modeling.sharding import make_mesh
 from tests import programs, tiny
 
 FLOAT64_TOLERANCE = 1e-11
 CONFIG = tiny.config()
+KINDS = {"dense": CONFIG, "glm": tiny.config("tiny-glm")}
+TOPK = KINDS["glm"].index_topk
 TOKENS = 150
 PROMPTS = [tiny.tokens(TOKENS, seed=seed) for seed in range(3)]
 PROMPT = PROMPTS[0]
@@ -38,17 +40,17 @@ def one_pass(policy, tokens, count):
 
 
 @functools.cache
-def oracle(row: int, tokens: int) -> tuple[KvState, DeltaState]:
+def oracle(kind: str, row: int, tokens: int) -> tuple[Slots, Recurrent]:
   """The state after the first tokens of a prompt, by one pass over them."""
   prompt = PROMPTS[row][:-1]
-  delta = one_pass(tiny.policy(CONFIG), prompt, np.int32(tokens))
+  delta = one_pass(tiny.policy(KINDS[kind]), prompt, np.int32(tokens))
   slots = jax.tree.map(lambda x: np.asarray(x)[:, 0, :tokens], delta.slots)
   return slots, jax.tree.map(
       lambda x: x[:, :, 0], jax.device_get(delta.recurrent)
   )
 
 
-def assert_state(state, *, row=0, prompt_tokens: int) -> None:
+def assert_state(state, *, row=0, prompt_tokens: int, kind="dense") -> None:
   """Holds a row of a state against one pass over the same tokens."""
   positions = np.asarray(state.positions)[row]
   filled = np.flatnonzero(positions >= 0)
@@ -64,7 +66,7 @@ def assert_state(state, *, row=0, prompt_tokens: int) -> None:
   jax.tree.map(
       partial(np.testing.assert_allclose, atol=FLOAT64_TOLERANCE, rtol=0),
       ours,
-      oracle(row, prompt_tokens - 1),
+      oracle(kind, row, prompt_tokens - 1),
   )
 
 
@@ -74,10 +76,10 @@ def pieces(starts, ends):
   return [prompt[start:end] for prompt, start, end in places]
 
 
-def captured(*, tokens: int, chunk: int = 7, **settings):
+def captured(*, tokens: int, chunk: int = 7, kind="dense", **settings):
   """The state of the first tokens of the prompt."""
   return capture(
-      tiny.policy(CONFIG),
+      tiny.policy(KINDS[kind]),
       [PROMPT[:tokens]],
       chunk_tokens=chunk,
       capacity=CAPACITY[chunk],
@@ -96,15 +98,34 @@ def test_any_split_through_the_state_equals_one_pass(x64, length, chunk):
   assert state.policy_step == 3
 
 
-@pytest.mark.parametrize("turns", [[11, 23, 1, 36], [1, 1, 7, 14], [70, 80]])
-def test_extending_after_an_unaligned_length_equals_one_capture(x64, turns):
+@pytest.mark.parametrize(
+    "kind,turns",
+    [
+        ("dense", [11, 23, 1, 36]),
+        ("dense", [1, 1, 7, 14]),
+        ("dense", [70, 80]),
+        ("glm", [1, 1, TOPK - 2, 1, 1, 1, 60]),  # evaluates one token less
+    ],
+)
+def test_extending_after_an_unaligned_length_equals_one_capture(
+    x64, kind, turns
+):
   seen = turns[0]
-  state = captured(tokens=seen)
+  state = captured(tokens=seen, kind=kind)
   for turn in turns[1:]:
     more = PROMPT[seen : seen + turn]
-    state = extend(tiny.policy(CONFIG), state, [more])
+    state = extend(tiny.policy(KINDS[kind]), state, [more])
     seen += turn
-    assert_state(state, prompt_tokens=seen)
+    assert_state(state, prompt_tokens=seen, kind=kind)
+
+
+def test_a_prompt_after_another_has_the_bits_that_it_has_alone(x64):
+  """Nothing of a capture, a selection least of all, outlives it."""
+  alone, _, after = (
+      capture(tiny.policy(KINDS["glm"]), [prompt], chunk_tokens=7, capacity=196)
+      for prompt in (PROMPTS[1], PROMPT, PROMPTS[1])
+  )
+  jax.tree.map(np.testing.assert_array_equal, after, alone)
 
 
 def test_many_short_turns_equal_one_capture(x64):
@@ -120,24 +141,28 @@ def test_many_short_turns_equal_one_capture(x64):
   assert tiny.largest_difference(state.slots, whole.slots) < FLOAT64_TOLERANCE
 
 
-def test_prompts_of_a_batch_are_each_as_if_alone(x64):
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_of_a_batch_are_each_as_if_alone(x64, kind):
   """Whatever their lengths: rows fill other frames, or none at all."""
-  policy = tiny.policy(CONFIG)
+  policy = tiny.policy(KINDS[kind])
   first, *later = ([1, 23, 9], [41, 24, 11], [42, 33, 81])
   settings = dict(chunk_tokens=7, capacity=CAPACITY[7])
   state = capture(policy, pieces([0, 0, 0], first), **settings)
   for row, count in enumerate(first):
-    assert_state(state, row=row, prompt_tokens=count)
+    assert_state(state, row=row, prompt_tokens=count, kind=kind)
   for seen, ends in itertools.pairwise([first, *later]):
     state = extend(policy, state, pieces(seen, ends))
     for row, count in enumerate(ends):
-      assert_state(state, row=row, prompt_tokens=count)
+      assert_state(state, row=row, prompt_tokens=count, kind=kind)
 
 
-def test_over_a_mesh_shards_fill_alike_however_the_prompts_grow(x64):
+@pytest.mark.parametrize(
+    "kind", ["dense", pytest.param("glm", marks=pytest.mark.first_class)]
+)
+def test_over_a_mesh_shards_fill_alike_however_the_prompts_grow(x64, kind):
   """Each token is stored once; the state is that of one device."""
-  mesh = make_mesh(data=2, context=4)
-  policy, chunk, seen = tiny.policy(CONFIG, mesh=mesh), 8, np.array([1, 30])
+  policy = tiny.policy(KINDS[kind], mesh=make_mesh(data=2, context=4))
+  chunk, seen = 8, np.array([1, 30])
   before = capture_chunk._cache_size()
   state = capture(policy, pieces([0, 0], seen), chunk_tokens=chunk, capacity=88)
   for turns in zip((1, 2, 1, 3, 1, 9, 20), (1, 5, 3, 1, 7, 4, 1), strict=True):
@@ -148,7 +173,7 @@ def test_over_a_mesh_shards_fill_alike_however_the_prompts_grow(x64):
     assert of_shard.sum(1).tolist() == (seen - 1).tolist()
     assert (of_shard.max(1) - of_shard.min(1) <= chunk // 4).all()
   for row, count in enumerate(seen):
-    assert_state(state, row=row, prompt_tokens=count)
+    assert_state(state, row=row, prompt_tokens=count, kind=kind)
   assert capture_chunk._cache_size() == before + 1
   for leaf in jax.tree.leaves(state.slots):
     blocks, _, slots, *_ = leaf.shape

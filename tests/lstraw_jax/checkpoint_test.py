@@ -19,19 +19,22 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lstraw_jax.checkpoint import TrainCheckpoints
 from lstraw_jax.fingerprint import fingerprint
+from lstraw_jax.named_leaves import named_leaves
 from lstraw_jax.optimizer import OptimizerConfig, make_optimizer
 from lstraw_jax.train_state import (
     TrainState,
     apply_gradients,
     make_train_state,
 )
+from modeling.decoder_config import LoraConfig
 from modeling.presets import preset
-from modeling.qwen3_5_config import LoraConfig
 from modeling.sharding import make_mesh
 from tests import tiny
 
 LORA = LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "in_proj_qkv"))
 TINY = preset("tiny").replace(hidden_size=32, intermediate_size=64, lora=LORA)
+GLM = tiny.config("tiny-glm", dtype="float32")
+GLM_ADAPTED = GLM.replace(lora=LoraConfig(rank=2, alpha=4.0))
 OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-2, warmup_steps=3))
 CONFIG = {
     "train": {"learning_rate": 0.1, "steps": 10, "kinds": ["a", "b"]},
@@ -133,12 +136,16 @@ def train_until_killed(directory: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lora", "param_dtype"), [(LORA, "float32"), (None, "bfloat16")]
+    "config",
+    [
+        TINY,
+        TINY.replace(lora=None, param_dtype="bfloat16"),
+        GLM.replace(param_dtype="bfloat16"),
+        GLM_ADAPTED.replace(param_dtype="bfloat16"),
+    ],
+    ids=["adapters", "all", "glm", "glm-adapters"],
 )
-def test_a_restored_state_is_the_saved_one_bit_for_bit(
-    tmp_path, lora, param_dtype
-):
-  config = TINY.replace(lora=lora, param_dtype=param_dtype)
+def test_a_restored_state_is_the_saved_one_bit_for_bit(tmp_path, config):
   saved = advance(make_state(config=config))
   write(tmp_path, saved)  # as step 1, which it is
   restored, position = read(tmp_path, make_state(config=config))
@@ -146,6 +153,27 @@ def test_a_restored_state_is_the_saved_one_bit_for_bit(
   assert bits(restored) == bits(saved)
   assert jax.tree.structure(restored) == jax.tree.structure(saved)
   assert restored.key.dtype == saved.key.dtype
+
+
+@pytest.mark.parametrize("config", [GLM, GLM_ADAPTED], ids=["all", "adapters"])
+def test_routers_stay_wide_and_their_biases_as_they_were(tmp_path, config):
+  """Where all other weights are bfloat16, and whatever is trained."""
+  config = config.replace(param_dtype="bfloat16")
+  saved = advance(make_state(config=config))
+  write(tmp_path, saved)
+  restored, _ = read(tmp_path, make_state(config=config))
+  routers = [
+      [x for x in named_leaves(state.policy).items() if ".mlp.gate." in x[0]]
+      for state in (restored, saved)
+  ]
+  (kernel, ours), (bias, loaded) = sorted(routers[0], reverse=True)
+  assert kernel.endswith("gate.kernel") and ours.dtype == jnp.float32
+  assert bias.startswith("frozen.")
+  assert bias.endswith("e_score_correction_bias")
+  assert loaded.dtype == jnp.float32
+  assert (loaded != loaded.astype(jnp.bfloat16).astype(jnp.float32)).any()
+  for (_, x), (_, y) in zip(*routers, strict=True):
+    np.testing.assert_array_equal(x, y)
 
 
 def test_a_resumed_run_goes_on_to_the_bits_of_an_unbroken_one(tmp_path, first):

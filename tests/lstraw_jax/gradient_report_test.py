@@ -22,21 +22,31 @@ pytestmark = pytest.mark.first_class
 
 TOLERANCE = 1e-10  # float64, of ratios
 CONFIG = tiny.config()
+GLM = tiny.config("tiny-glm")
 PROMPT = tiny.tokens(30)
 GROUP = tiny.group(PROMPT, (5, 8, 3), masked=0.2)
 REPLAY = ReplayConfig(block_tokens=8, head_chunk_tokens=8)
 
 # Of which names each family is, said otherwise than by the table under test.
-NAMED = {
+SHARED = {
+    "norms": lambda name: "norm" in name,
+    "embedding": lambda name: name == "embed_tokens",
+    "head": lambda name: name.startswith("lm_head"),
+    "all": lambda name: True,
+}
+NAMED = SHARED | {
     "q": lambda name: "q_proj" in name,
     "k": lambda name: "k_proj" in name,
     "GDN b, a": lambda name: "in_proj_b" in name or "in_proj_a" in name,
     "decay": lambda name: name.endswith(("A_log", "dt_bias")),
-    "norms": lambda name: "norm" in name,
     "MLP": lambda name: ".mlp." in name,
-    "embedding": lambda name: name == "embed_tokens",
-    "head": lambda name: name.startswith("lm_head"),
-    "all": lambda name: True,
+}
+NAMED_GLM = SHARED | {
+    "q up": lambda name: "q_b_proj" in name,
+    "kv down": lambda name: "kv_a_proj" in name,
+    "router": lambda name: name.endswith("mlp.gate.kernel"),
+    "experts": lambda name: ".experts." in name,
+    "shared expert": lambda name: "shared_experts" in name,
 }
 
 
@@ -59,14 +69,14 @@ def report(policy, *, group=GROUP):
 
 
 @functools.cache
-def reported():
+def reported(config=CONFIG):
   """Returns the rows of one device."""
-  return report(tiny.policy(CONFIG))
+  return report(tiny.policy(config))
 
 
-def apart(dtype="float32"):
+def apart(config, *, dtype="float32"):
   """Returns the dropped gradient, and the exact one added on top of it."""
-  policy = tiny.policy(CONFIG)
+  policy = tiny.policy(config)
   prompt = capture(policy, [PROMPT], chunk_tokens=8)
   branches = tiny.branches(GROUP, multiple=8)
   run = functools.partial(replay, policy, prompt, branches, config=REPLAY)
@@ -85,11 +95,14 @@ def flat(leaves, belongs):
   return np.concatenate([x.ravel() for k, x in leaves.items() if belongs(k)])
 
 
-def test_rows_are_what_numpy_says(x64):
-  rows = reported()
-  dropped, exact = apart()
-  _, rounded = apart(dtype="bfloat16")
-  for family, belongs in NAMED.items():
+@pytest.mark.parametrize(
+    "config,named", [(CONFIG, NAMED), (GLM, NAMED_GLM)], ids=["dense", "glm"]
+)
+def test_rows_are_what_numpy_says(x64, config, named):
+  rows = reported(config)
+  dropped, exact = apart(config)
+  _, rounded = apart(config, dtype="bfloat16")
+  for family, belongs in named.items():
     d, e, r = (flat(leaves, belongs) for leaves in (dropped, exact, rounded))
     norm = np.linalg.norm
     row = rows[family]

@@ -1,4 +1,4 @@
-"""Keys and values in host memory: the same bits, one block on the device."""
+"""Slots in host memory: the same bits, and a part of a layer on the device."""
 
 import functools
 
@@ -17,11 +17,40 @@ from modeling.sharding import make_mesh
 from tests import programs, tiny
 
 CONFIG = tiny.config(dtype="float32")
+GLM = tiny.config("tiny-glm", dtype="float32")
+CONFIGS = {"dense": CONFIG, "glm": GLM}
 CHUNK, CAPACITY, CONTEXT = 8, 4096, 4  # two blocks of 512 slots a shard
 REPLAY = ReplayConfig(block_tokens=8)
 SAMPLING = SamplingConfig(max_tokens=5)
 KINDS = ("device", "pinned_host")
+SHARE = CHUNK // CONTEXT  # tokens of a chunk on a shard
 BLOCK = (512, CONFIG.num_key_value_heads, CONFIG.head_dim)
+# Rows are gathered of what is chosen: a layer at a time comes to the device.
+LATENTS = (CAPACITY // CONTEXT, GLM.latent_dim)
+INDEX_KEYS = (CAPACITY // CONTEXT, GLM.index_head_dim)
+# What each stage reads, and a chunk writes. Replay walks blocks forwards,
+# rebuilds each graph, recomputes it layer by layer, and reads slots for the
+# gradient; of the two kinds of layers of GLM, one searches index keys, and it
+# does not search again.
+READ = {
+    "dense": {
+        "capture": [BLOCK] * 2,  # keys and values
+        "replay": [BLOCK] * 2 * 4,
+        "sample": [BLOCK] * 2,
+    },
+    "glm": {
+        "capture": [LATENTS] * 2 + [INDEX_KEYS],
+        "replay": [LATENTS] * 2 * 4 + [INDEX_KEYS] * 2,
+        "sample": [LATENTS] * 2 + [INDEX_KEYS],
+    },
+}
+WRITTEN = {
+    "dense": [(CONFIG.num_blocks, 1, SHARE, *BLOCK[1:])] * 2,
+    "glm": [
+        (GLM.num_hidden_layers, 1, SHARE, GLM.latent_dim),
+        (GLM.num_indexers, 1, SHARE, GLM.index_head_dim),
+    ],
+}
 
 
 @functools.cache
@@ -55,9 +84,9 @@ def crossings(jaxpr) -> list[tuple]:
   return found
 
 
-def traced(stage, kind):
+def traced(stage, kind, *, model="dense"):
   """Returns a stage traced behind a prompt state of that kind."""
-  ours = policy()
+  ours = policy(CONFIGS[model])
   state = capture(
       ours,
       [tiny.tokens(38)],
@@ -80,10 +109,11 @@ def traced(stage, kind):
       return sample.trace(ours, state, keys, group_size=2, config=SAMPLING)
 
 
-def test_every_result_is_bitwise_that_of_device_memory():
+@pytest.mark.parametrize("model", CONFIGS)
+def test_every_result_is_bitwise_that_of_device_memory(model):
   found = {}
   for kind in KINDS:
-    ours = policy()
+    ours = policy(CONFIGS[model])
     state = capture(
         ours,
         [tiny.tokens(38)],
@@ -101,38 +131,39 @@ def test_every_result_is_bitwise_that_of_device_memory():
     found[kind] = jax.device_get(
         (state.slots, state.recurrent, replayed, samples)
     )
-  assert np.abs(found["device"][0].k).max() > 0
+  for leaf in jax.tree.leaves(found["device"][0]):
+    assert np.abs(leaf).max() > 0
   jax.tree.map(
       np.testing.assert_array_equal, found["device"], found["pinned_host"]
   )
 
 
+@pytest.mark.parametrize("model", CONFIGS)
 @pytest.mark.parametrize("stage", ["capture", "replay", "sample"])
-def test_one_block_of_a_layer_at_a_time_comes_to_the_device(stage):
+def test_a_part_of_one_layer_at_a_time_comes_to_the_device(stage, model):
   """And of what a chunk writes, its own slots go back."""
-  read = ("Host", "Device", BLOCK)
-  share = CHUNK // CONTEXT
-  own = (CONFIG.num_blocks, 1, share, *BLOCK[1:])
-  # Keys and values; replay walks blocks forwards, rebuilds each graph,
-  # recomputes it layer by layer, and reads them for the gradient.
-  times = {"capture": 2, "replay": 8, "sample": 2}[stage]
-  wanted = [read] * times
+  wanted = [("Host", "Device", part) for part in READ[model][stage]]
   if stage == "capture":
-    wanted += [("Host", "Device", own)] * 2
-    # In two forms, of which a platform takes one.
-    wanted += [("Device", "Host", own)] * 2 * 2
-  found = crossings(traced(stage, "pinned_host").jaxpr)
+    for own in WRITTEN[model]:
+      wanted.append(("Host", "Device", own))
+      # In two forms, of which a platform takes one.
+      wanted += [("Device", "Host", own)] * 2
+  found = crossings(traced(stage, "pinned_host", model=model).jaxpr)
   assert sorted(found) == sorted(wanted)
-  assert crossings(traced(stage, "device").jaxpr) == []
+  assert crossings(traced(stage, "device", model=model).jaxpr) == []
 
 
-def test_the_program_takes_its_slots_from_host_memory_and_leaves_them_there():
-  compiled = traced("capture", "pinned_host").lower().compile()
+@pytest.mark.parametrize("model", CONFIGS)
+def test_the_program_takes_its_slots_from_host_memory_and_leaves_them_there(
+    model,
+):
+  compiled = traced("capture", "pinned_host", model=model).lower().compile()
   entry = compiled.as_text().split("\n", 1)[0]
-  assert entry.count("S(5)") == 4  # keys and values, in and out
+  assert entry.count("S(5)") == 4  # two kinds of slots, in and out
   for where in jax.tree.leaves(compiled.output_shardings.slots):
     assert where.memory_kind == "pinned_host"
-  on_device = traced("capture", "device").lower().compile().as_text()
+  on_device = traced("capture", "device", model=model)
+  on_device = on_device.lower().compile().as_text()
   assert "S(5)" not in on_device
 
 

@@ -10,9 +10,9 @@ from flax import nnx
 
 from lstraw_jax.optimizer import OptimizerConfig, make_optimizer
 from lstraw_jax.policy import make_policy
+from modeling.decoder_config import LoraConfig
+from modeling.models import abstract_model
 from modeling.parameter import param
-from modeling.qwen3_5 import abstract_model
-from modeling.qwen3_5_config import LoraConfig
 from tests import tiny
 
 BASE = OptimizerConfig(learning_rate=0.1)
@@ -50,8 +50,15 @@ def constant(weights, value):
   return jax.tree.map(lambda x: jnp.full_like(x, value), weights)
 
 
-def test_weight_decay_acts_on_matrices_alone():
-  before = weights("tiny-moe")
+@pytest.mark.parametrize(
+    "name,vectors,matrices",
+    [
+        ("tiny-moe", VECTORS, MATRICES),
+        ("tiny-glm", {"weight"}, MATRICES - {"conv1d", "gate"}),
+    ],
+)
+def test_weight_decay_acts_on_matrices_alone(name, vectors, matrices):
+  before = weights(name)
   config = dataclasses.replace(BASE, weight_decay=0.5)
   (update,) = updates(config, before, [constant(before, 0.0)])
   decayed, left = set(), set()
@@ -64,8 +71,8 @@ def test_weight_decay_acts_on_matrices_alone():
       np.testing.assert_allclose(change[...], -0.1 * 0.5 * value, rtol=1e-6)
     else:
       left.add(path[-1])
-  assert left == VECTORS
-  assert decayed == MATRICES
+  assert left == vectors
+  assert decayed == matrices
 
 
 def test_adapters_decay_though_they_are_stacked():

@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 from lstraw_jax.policy import make_policy
-from modeling.qwen3_5 import abstract_model, parameter_count
+from modeling.models import abstract_model, parameter_count
 from tests import tiny
 
 ADAPTED = tiny.config(dtype="float32", lora=tiny.ALL_ADAPTERS)

@@ -17,6 +17,7 @@ from lstraw_jax.prompt_gradient import PromptLoss, add_prompt_gradient
 from lstraw_jax.prompt_state import PromptState
 from lstraw_jax.replay import ReplayConfig, replay
 from lstraw_jax.state_cotangent import zero_cotangent
+from modeling.decoder_config import LoraConfig
 from modeling.layer_state import Prefix, empty_recurrent
 from tests import tiny
 
@@ -24,7 +25,9 @@ TOLERANCE = 1e-9  # float64, relative to the largest entry of a leaf
 KINDS = {
     "dense": tiny.config("tiny"),
     "moe": tiny.config("tiny-moe"),
+    "glm": tiny.config("tiny-glm"),
     "adapters": tiny.config("tiny", lora=tiny.ALL_ADAPTERS),
+    "glm-adapters": tiny.config("tiny-glm", lora=LoraConfig(rank=2, alpha=4.0)),
 }
 P = 150  # a multiple of no chunk
 LENGTHS = {2: (9, 20), 5: (1, 20, 5, 13, 8)}
@@ -170,7 +173,9 @@ def prompt_term(policy: Policy, given: Sequences):
         recurrent=empty_recurrent(policy.config, mesh=policy.mesh, batch=1),
     )
     # Stored keys are constants: as sinks they have a gradient.
-    prefix = Prefix(delta.slots, positions[:, :filled], sink=delta.slots)
+    prefix = Prefix(
+        delta.slots, positions[:, :filled], sink=delta.slots.learned
+    )
     hidden, _ = policy.model(
         given.tokens[:, filled:-1],
         positions_BT=jnp.repeat(positions[:, filled:], rows, axis=0),
@@ -214,6 +219,8 @@ def assert_equal(got, wanted, loss, wanted_loss):
         ("moe", 64, 3, 5),
         ("adapters", 128, 1, 5),
         ("dense", P, 1, 2),
+        ("glm", 64, 1, 2),
+        ("glm-adapters", 16, 3, 5),
     ],
 )
 def test_exact_is_the_gradient_of_one_graph_over_everything(
@@ -232,7 +239,7 @@ def test_exact_is_the_gradient_of_one_graph_over_everything(
   assert tiny.largest_difference(ours.dropped, wanted) > 0.1
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "glm"])
 def test_exact_less_dropped_is_the_term_of_the_prompt(x64, kind):
   policy, groups = tiny.policy(KINDS[kind]), [group(5)]
   ours = found(captured(policy, groups), groups)

@@ -11,13 +11,18 @@ import pytest
 from lstraw_jax import prompt_state
 from lstraw_jax.prompt_state import check, empty_prompt_state, nbytes
 from lstraw_jax.rollouts import to_branch_batch
-from modeling.layer_state import DeltaState, empty_recurrent, empty_slots
+from modeling.layer_state import (
+    DeltaState,
+    SegmentDelta,
+    empty_recurrent,
+)
 from modeling.presets import PRESETS, preset
-from modeling.qwen3_5 import SegmentDelta
 from modeling.sharding import make_mesh
 from tests import tiny
 
 CONFIG = tiny.config(dtype="float32")
+GLM = tiny.config("tiny-glm", dtype="float32")
+KINDS = pytest.mark.parametrize("config", [CONFIG, GLM], ids=["dense", "glm"])
 append = jax.jit(prompt_state.append)
 append_to_branch = jax.jit(
     prompt_state.append_to_branch, static_argnames="steps"
@@ -45,11 +50,11 @@ def random_like(tree, seed):
   )
 
 
-def segment(*, rows, steps, seed):
+def segment(*, rows, steps, seed, config=CONFIG):
   """What a segment might add to a state."""
-  recurrent = empty_recurrent(CONFIG, mesh=make_mesh(), batch=rows)
+  recurrent = empty_recurrent(config, mesh=make_mesh(), batch=rows)
   return SegmentDelta(
-      slots=random_like(empty_slots(CONFIG, batch=rows, slots=steps), seed),
+      slots=random_like(config.slot_shapes(batch=rows, slots=steps), seed),
       recurrent=random_like(recurrent, seed + 1),
       sinks=(),
   )
@@ -60,7 +65,9 @@ def positions(*rows):
   return jnp.asarray(rows, jnp.int32)
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-moe", "qwen3.5-0.8b"])
+@pytest.mark.parametrize(
+    "name", ["tiny", "tiny-moe", "qwen3.5-0.8b", "tiny-glm"]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_nbytes_equals_the_real_arrays_to_the_byte(name, dtype):
   config = preset(name).replace(dtype=dtype)
@@ -71,7 +78,7 @@ def test_nbytes_equals_the_real_arrays_to_the_byte(name, dtype):
 
 def test_keys_and_values_of_27b_take_65536_bytes_a_token():
   config = PRESETS["qwen3.6-27b"]
-  slots = jax.eval_shape(partial(empty_slots, config, batch=1, slots=1))
+  slots = config.slot_shapes(batch=1, slots=1)
   assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(slots)) == 65536
   # Beside them a slot has its position; all else is of one size.
   per_slot = nbytes(config, capacity=101) - nbytes(config, capacity=100)
@@ -81,6 +88,15 @@ def test_keys_and_values_of_27b_take_65536_bytes_a_token():
   assert nbytes(config, capacity=0) == recurrent + 3 * 4
   million = nbytes(config, capacity=2**20)
   assert million == 2**20 * 65540 + nbytes(config, capacity=0)
+
+
+def test_latents_and_index_keys_of_glm_5_2_take_95232_bytes_a_token():
+  """78 latents with their rope keys, and the index keys of 21 layers."""
+  config = PRESETS["glm-5.2"]
+  per_slot = 2 * (78 * 576 + 21 * 128)
+  assert per_slot == 95232
+  assert nbytes(config, capacity=1) - nbytes(config, capacity=0) == 95232 + 4
+  assert nbytes(config, capacity=0) == 3 * 4  # there is no recurrent state
 
 
 def test_an_empty_state_holds_nothing():
@@ -108,10 +124,11 @@ def test_sizes_that_do_not_fit_the_mesh_are_refused(sizes, message):
     make(**sizes)
 
 
-def test_append_writes_a_frame_where_its_positions_say():
-  state = empty()
-  first = segment(rows=1, steps=4, seed=0)
-  second = segment(rows=1, steps=4, seed=2)
+@KINDS
+def test_append_writes_a_frame_where_its_positions_say(config):
+  state = empty(config=config)
+  first = segment(rows=1, steps=4, seed=0, config=config)
+  second = segment(rows=1, steps=4, seed=2, config=config)
   state = append(state, first, positions_BT=positions([0, 1, 2, 3]))
   state = append(state, second, positions_BT=positions([4, 5, -1, -1]))
   check(state)
@@ -124,15 +141,18 @@ def test_append_writes_a_frame_where_its_positions_say():
     assert not ours[:, :, 6:].any()
   assert state.positions.tolist() == [[0, 1, 2, 3, 4, 5, -1, -1]]
   assert state.length.tolist() == [6]
-  assert tiny.largest_difference(state.recurrent, second.recurrent) == 0
+  jax.tree.map(np.testing.assert_array_equal, state.recurrent, second.recurrent)
 
 
-def test_padding_is_never_written_and_the_next_segment_goes_on_in_its_frame():
-  state = empty()
-  first = segment(rows=1, steps=4, seed=0)
+@KINDS
+def test_padding_is_never_written_and_the_next_segment_goes_on_in_its_frame(
+    config,
+):
+  state = empty(config=config)
+  first = segment(rows=1, steps=4, seed=0, config=config)
   state = append(state, first, positions_BT=positions([0, 1, -1, -1]))
   assert state.length.tolist() == [2]
-  second = segment(rows=1, steps=4, seed=2)
+  second = segment(rows=1, steps=4, seed=2, config=config)
   state = append(state, second, positions_BT=positions([-1, -1, 2, -1]))
   assert state.positions.tolist() == [[0, 1, 2, -1, -1, -1, -1, -1]]
   assert state.length.tolist() == [3]
@@ -258,17 +278,26 @@ def test_a_leaf_of_another_batch_is_refused(leaf):
 
 
 @pytest.mark.parametrize(
-    "part,leaf",
+    "config,part,leaf",
     [
-        ("slots", "k"),
-        ("slots", "v"),
-        *(("recurrent", leaf.name) for leaf in dataclasses.fields(DeltaState)),
+        (CONFIG, "slots", "k"),
+        (CONFIG, "slots", "v"),
+        (GLM, "slots", "latent"),
+        (GLM, "slots", "index_key"),
+        *(
+            (CONFIG, "recurrent", leaf.name)
+            for leaf in dataclasses.fields(DeltaState)
+        ),
     ],
+    ids=lambda x: x if isinstance(x, str) else "",
 )
 @pytest.mark.parametrize("other", [{"batch": 2}, {"capacity": 16}])
-def test_a_leaf_that_fits_no_other_is_refused_by_name(part, leaf, other):
+def test_a_leaf_that_fits_no_other_is_refused_by_name(
+    config, part, leaf, other
+):
   ours, theirs = (
-      jax.eval_shape(partial(empty, **sizes)) for sizes in ({}, other)
+      jax.eval_shape(partial(empty, config=config, **sizes))
+      for sizes in ({}, other)
   )
   mixed = dataclasses.replace(
       getattr(ours, part), **{leaf: getattr(getattr(theirs, part), leaf)}

@@ -17,7 +17,7 @@ from lstraw_jax.prompt_state import empty_prompt_state, nbytes
 from lstraw_jax.replay import ReplayConfig, replay
 from lstraw_jax.rollouts import BranchBatch
 from lstraw_jax.scoring import score
-from modeling.qwen3_5 import abstract_model
+from modeling.models import abstract_model
 from modeling.sharding import make_mesh
 from tests import programs, tiny
 from tests.large import (
@@ -34,6 +34,7 @@ FLOAT64_TOLERANCE = 1e-12
 KINDS = {
     "dense": tiny.config("tiny"),
     "moe": tiny.config("tiny-moe"),
+    "glm": tiny.config("tiny-glm"),
     "adapters": tiny.config("tiny", lora=tiny.ALL_ADAPTERS),
 }
 PROMPT_TOKENS = 21
@@ -162,7 +163,9 @@ def assert_equals_oracle(kind, branches, found, config):
   assert leaves and all(np.abs(leaf).max() > 1e-6 for leaf in leaves)
 
 
-@pytest.mark.parametrize("kind,block_tokens", [("dense", 7), ("moe", 64)])
+@pytest.mark.parametrize(
+    "kind,block_tokens", [("dense", 7), ("moe", 64), ("glm", 7)]
+)
 def test_the_gradient_is_that_of_one_graph_behind_a_constant_prompt(
     x64, kind, block_tokens
 ):
@@ -228,12 +231,13 @@ def test_log_probs_and_entropy_are_those_of_scoring(x64):
   )
 
 
-def test_a_group_is_the_sum_of_its_branches(x64):
+@pytest.mark.parametrize("kind", ["dense", "glm"])
+def test_a_group_is_the_sum_of_its_branches(x64, kind):
   """In blocks of another size than the group's, which does not matter."""
   branches = plain_branches()
-  whole = replayed("dense", branches, block_tokens=64)
+  whole = replayed(kind, branches, block_tokens=64)
   ones = [
-      replayed("dense", part(branches, index=index), block_tokens=16)
+      replayed(kind, part(branches, index=index), block_tokens=16)
       for index in range(len(LENGTHS))
   ]
   log_probs = np.concatenate([one.log_probs for one in ones], axis=1)
@@ -305,10 +309,11 @@ def test_the_order_of_the_branches_does_not_matter(x64):
   np.testing.assert_array_equal(permuted.log_probs, whole.log_probs[:, order])
 
 
-def test_one_token_behind_a_prompt_of_one_token_and_its_progress(x64):
+@pytest.mark.parametrize("kind", ["dense", "glm"])
+def test_one_token_behind_a_prompt_of_one_token_and_its_progress(x64, kind):
   """The prompt's state is empty: this is the gradient of the plain model."""
-  policy, calls = tiny.policy(KINDS["dense"]), []
-  prompt = captured("dense", prompt_tokens=1)
+  policy, calls = tiny.policy(KINDS[kind]), []
+  prompt = captured(kind, prompt_tokens=1)
   branches = tiny.branches(tiny.group(PROMPT[:1], (1, 1, 1)), multiple=1)
   found = replay(
       policy,
@@ -322,7 +327,7 @@ def test_one_token_behind_a_prompt_of_one_token_and_its_progress(x64):
   jax.effects_barrier()
   assert sorted(calls) == [("replay", n, 3) for n in (1, 2, 3)]
   nothing = empty_prompt_state(
-      KINDS["dense"], mesh=make_mesh(), capacity=0, chunk_tokens=8, batch=1
+      KINDS[kind], mesh=make_mesh(), capacity=0, chunk_tokens=8, batch=1
   )
   loss, gradients, log_probs = oracle(policy, nothing, branches, config=PLAIN)
   ours = (found.gradients, found.loss, found.log_probs)
@@ -330,12 +335,13 @@ def test_one_token_behind_a_prompt_of_one_token_and_its_progress(x64):
   assert tiny.largest_difference(ours, wanted) < GRADIENT_TOLERANCE
 
 
-def test_replay_leaves_the_prompt_bitwise_as_it_was(x64):
-  before = tiny.copied(captured("dense"))
-  jax.block_until_ready(replayed("dense", plain_branches(), block_tokens=7))
-  assert not any(x.is_deleted() for x in jax.tree.leaves(captured("dense")))
+@pytest.mark.parametrize("kind", ["dense", "glm"])
+def test_replay_leaves_the_prompt_bitwise_as_it_was(x64, kind):
+  before = tiny.copied(captured(kind))
+  jax.block_until_ready(replayed(kind, plain_branches(), block_tokens=7))
+  assert not any(x.is_deleted() for x in jax.tree.leaves(captured(kind)))
   jax.tree.map(
-      np.testing.assert_array_equal, tiny.copied(captured("dense")), before
+      np.testing.assert_array_equal, tiny.copied(captured(kind)), before
   )
 
 

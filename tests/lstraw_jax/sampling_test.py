@@ -26,23 +26,23 @@ GREEDY = SamplingConfig(max_tokens=12, temperature=0.0)
 DRAWS = 1000
 
 
-def policy(dtype="float64"):
+def policy(dtype="float64", *, name="tiny"):
   """A model of few tokens, so that frequencies can be counted."""
-  return tiny.policy(tiny.config(dtype=dtype, vocab_size=VOCAB))
+  return tiny.policy(tiny.config(name, dtype=dtype, vocab_size=VOCAB))
 
 
 @functools.cache
-def captured(dtype="float64"):
+def captured(dtype="float64", *, name="tiny"):
   """The prompt's state."""
-  return tiny.captured(policy(dtype), PROMPT)
+  return tiny.captured(policy(dtype, name=name), PROMPT)
 
 
 @functools.cache
-def samples(config, *, group_size=8, seed=0, dtype="float64"):
+def samples(config, *, group_size=8, seed=0, dtype="float64", name="tiny"):
   """Samples behind the prompt, on the host: leaves [G, ...]."""
   drawn = sample(
-      policy(dtype),
-      captured(dtype),
+      policy(dtype, name=name),
+      captured(dtype, name=name),
       jax.random.key(seed)[None],
       group_size=group_size,
       config=config,
@@ -159,14 +159,17 @@ def test_another_key_gives_other_responses(x64):
   jax.tree.map(np.testing.assert_array_equal, again, first)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sampled_log_probs_are_those_of_scoring(x64, dtype):
-  drawn = samples(MANY, dtype=dtype)
+@pytest.mark.parametrize(
+    "name,dtype",
+    [("tiny", "float32"), ("tiny", "float64"), ("tiny-glm", "float64")],
+)
+def test_sampled_log_probs_are_those_of_scoring(x64, name, dtype):
+  drawn = samples(MANY, dtype=dtype, name=name)
   rollouts = to_rollouts(drawn, np.arange(8.0))
   group = RolloutGroup(group_id="a", prompt_tokens=PROMPT, rollouts=rollouts)
   scores = score(
-      policy(dtype),
-      captured(dtype),
+      policy(dtype, name=name),
+      captured(dtype, name=name),
       tiny.branches(group, multiple=12),
       temperature=MANY.temperature,
       block_tokens=12,

@@ -15,7 +15,8 @@ from modeling.layer_state import empty_recurrent
 from tests import tiny
 
 FLOAT64_TOLERANCE = 1e-11
-CONFIGS = {name: tiny.config(name) for name in ("tiny", "tiny-moe")}
+NAMES = ("tiny", "tiny-moe", "tiny-glm")
+CONFIGS = {name: tiny.config(name) for name in NAMES}
 PROMPT = tiny.tokens(21)
 OTHER = tiny.tokens(18, seed=9)  # of another length, in the same bucket
 LENGTHS = (1, 20, 5, 13)
@@ -73,7 +74,9 @@ def oracle(name, branches):
   )
 
 
-@pytest.mark.parametrize("name,block_tokens", [("tiny", 7), ("tiny-moe", 64)])
+@pytest.mark.parametrize(
+    "name,block_tokens", [("tiny", 7), ("tiny-moe", 64), ("tiny-glm", 7)]
+)
 def test_ragged_responses_score_as_in_one_pass(x64, name, block_tokens):
   branches = tiny.branches(tiny.group(PROMPT, LENGTHS))
   found = scores(name, branches, block_tokens=block_tokens)

@@ -21,6 +21,12 @@ from tests import tiny
 TOLERANCE = 1e-9  # float64, relative to the largest entry of a leaf
 LAYERS = dict(num_hidden_layers=2, full_attention_interval=2)
 KINDS = {name: tiny.config(name, **LAYERS) for name in ("tiny", "tiny-moe")}
+KINDS["tiny-glm"] = tiny.config(
+    "tiny-glm",
+    num_hidden_layers=2,
+    indexer_types=("full", "shared"),
+    mlp_layer_types=("dense", "sparse"),
+)
 CONFIG = SftConfig(
     tape=TapeConfig(),
     capture_chunk_tokens=16,

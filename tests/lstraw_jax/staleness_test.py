@@ -57,9 +57,9 @@ def estimated(policy, witness):
 
 
 @functools.cache
-def scores():
+def scores(name="tiny"):
   """Log-probs under moved weights, behind the old state and a new one."""
-  old = tiny.policy(tiny.config())
+  old = tiny.policy(tiny.config(name))
   new = nudged(old)
   stale = behind(new, tiny.captured(old, PROMPT))
   fresh = behind(new, tiny.captured(new, PROMPT))
@@ -132,10 +132,11 @@ def test_a_loss_against_the_policy_s_own_log_probs_is_refused(x64):
     )
 
 
-def test_a_witness_of_the_whole_prompt_is_the_oracle(x64):
+@pytest.mark.parametrize("name", ["tiny", "tiny-glm"])
+def test_a_witness_of_the_whole_prompt_is_the_oracle(x64, name):
   """To the last bit: it is the same program on the same arrays."""
-  old = tiny.policy(tiny.config())
-  stale, fresh = scores()
+  old = tiny.policy(tiny.config(name))
+  stale, fresh = scores(name)
   witness = capture_witness(old, [PROMPT], tokens=64, chunk_tokens=8)
   oracle = drift_nats(branches(), stale=stale, fresh=fresh)
   assert estimated(nudged(old), witness) == oracle > 0

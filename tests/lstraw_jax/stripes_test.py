@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lstraw_jax.stripes import read_frame, write_frame
-from modeling.layer_state import POSITION_AXES, SLOT_AXES, KvState, Prefix
+from modeling.layer_state import POSITION_AXES, KvState, Prefix
 from modeling.sharding import make_mesh, sharding
 from tests import programs
 
@@ -31,9 +31,7 @@ def prefix(mesh, positions, *, seed=0):
   rng = np.random.default_rng(seed)
   shape = (LAYERS, *np.shape(positions), HEADS, SIZE)
   put = lambda x, axes: jax.device_put(x, sharding(mesh, axes))
-  draw = lambda: put(
-      rng.normal(size=shape).astype(np.float32), ("layers", *SLOT_AXES)
-  )
+  draw = lambda: put(rng.normal(size=shape).astype(np.float32), KvState.AXES)
   return Prefix(
       slots=KvState(k=draw(), v=draw()),
       positions=put(np.asarray(positions, np.int32), POSITION_AXES),

@@ -12,9 +12,12 @@ import pytest
 
 from lstraw_jax import prompt_states
 from lstraw_jax.advantages import group_relative_advantages
+from lstraw_jax.capture import capture_with_tape
 from lstraw_jax.gradient_sums import zero_gradients
 from lstraw_jax.metrics import PhaseClock
+from lstraw_jax.named_leaves import named_leaves
 from lstraw_jax.objectives import ObjectiveConfig
+from lstraw_jax.prompt_gradient import add_prompt_gradient
 from lstraw_jax.prompt_states import make_prompt_states
 from lstraw_jax.refresh import RefreshConfig
 from lstraw_jax.replay import ReplayConfig, replay
@@ -25,6 +28,7 @@ from lstraw_jax.rollouts import (
     to_branch_batch,
 )
 from lstraw_jax.scoring import score
+from lstraw_jax.state_cotangent import zero_cotangent
 from lstraw_jax.train_state import make_train_state
 from lstraw_jax.train_step import Request, train_step
 from lstraw_jax.update_config import UpdateConfig
@@ -194,6 +198,47 @@ def test_prompts_of_one_turn_are_those_of_turns_of_their_own(x64):
       np.testing.assert_allclose(ours, theirs, rtol=1e-11)
   for name, ours in metrics.tokens.items():
     np.testing.assert_allclose(ours, wanted.tokens[name], rtol=1e-11)
+
+
+@pytest.mark.parametrize("which", ["dropped", "exact"])
+def test_an_update_of_sparse_attention_is_that_of_its_stages(x64, which):
+  """And trains all that a loss reaches: no indexer, and no router's bias."""
+  policy, group = tiny.policy(tiny.config("tiny-glm")), group_a()
+  config = dataclasses.replace(UPDATE, prompt_gradient=which)
+  state = train_state(policy=policy)
+  after, metrics = step(state, [group], config=config)
+  prompt, tape = capture_with_tape(
+      policy,
+      [group.prompt_tokens],
+      tape=config.tape,
+      chunk_tokens=config.capture_chunk_tokens,
+  )
+  exact = which == "exact"
+  replayed = replay(
+      policy,
+      prompt,
+      centred_branches(group),
+      zero_gradients(policy),
+      zero_cotangent(policy, prompt) if exact else None,
+      config=config.replay,
+      progress=record,
+  )
+  wanted = replayed.gradients
+  if exact:
+    wanted, _ = add_prompt_gradient(
+        policy, prompt, tape, wanted, replayed.cotangent, policy_step=0
+    )
+  got = jax.tree.map(np.subtract, policy.trainable, after.policy.trainable)
+  wanted = jax.tree.map(lambda g: g / 3, wanted)
+  assert tiny.largest_difference(got, wanted) < FLOAT64_TOLERANCE
+  assert all(np.abs(leaf).max() > 1e-6 for leaf in jax.tree.leaves(got))
+  assert metrics.tokens["ratio_mean"] == 1.0 and metrics.denominator == 3
+  frozen = named_leaves(after.policy.frozen)
+  kinds = {name.rpartition("self_attn.")[2].split(".")[0] for name in frozen}
+  assert "indexer" in kinds and len(kinds) == 2  # and biases
+  jax.tree.map(
+      np.testing.assert_array_equal, after.policy.frozen, policy.frozen
+  )
 
 
 def test_the_order_of_prompts_does_not_matter(x64):

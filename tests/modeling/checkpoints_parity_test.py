@@ -1,13 +1,15 @@
 """Checkpoints of transformers, through our model and back, to the bit."""
 
+from functools import partial
+
 import pytest
 
-from modeling import checkpoints
+from modeling import checkpoint_files, checkpoints
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests import torch_oracle  # noqa: E402, it imports torch
+from tests import glm_oracle, torch_oracle  # noqa: E402, they import torch
 
 pytestmark = pytest.mark.reference
 
@@ -46,22 +48,47 @@ def through_ours(source, out, dtype):
   return report
 
 
+MODELS = {
+    "dense": torch_oracle.build,
+    "moe": partial(torch_oracle.build, moe=True),
+    "tied-yarn": partial(torch_oracle.build, tied=True, yarn=YARN),
+    "glm-sharing": glm_oracle.build,
+    "glm-all-full": partial(glm_oracle.build, sharing=False),
+}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "kind",
-    [dict(), dict(moe=True), dict(tied=True, yarn=YARN)],
-    ids=["dense", "moe", "tied-yarn"],
-)
+@pytest.mark.parametrize("kind", MODELS)
 def test_logits_are_the_same_bits(tmp_path, kind, dtype):
   source, out = tmp_path / "source", tmp_path / "out"
-  torch_oracle.build(**kind, dtype=getattr(torch, dtype)).save_pretrained(
-      source
-  )
+  MODELS[kind](dtype=getattr(torch, dtype)).save_pretrained(source)
   through_ours(source, out, dtype)
   theirs, back = reloaded(source), reloaded(out)
   assert type(back) is type(theirs)
   assert back.dtype == theirs.dtype == getattr(torch, dtype)
   assert torch.equal(logits(back), logits(theirs))
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_a_saved_glm_has_the_tensors_and_schedules_of_theirs(tmp_path, sharing):
+  source, out = tmp_path / "source", tmp_path / "out"
+  theirs = glm_oracle.build(sharing=sharing, dtype=torch.float32)
+  theirs.save_pretrained(source)
+  through_ours(source, out, "float32")
+  assert stored(out) == stored(source)
+  before, after = (
+      transformers.AutoConfig.from_pretrained(directory).to_dict()
+      for directory in (source, out)
+  )
+  for name in ("_name_or_path", "max_position_embeddings"):
+    before[name] = after[name]
+  assert after.items() >= before.items()
+
+
+def stored(directory):
+  """Names, dtypes and shapes of the tensors of a file."""
+  with checkpoint_files.open_tensors(directory) as tensors:
+    return {name: (x.dtype, x.shape) for name, x in tensors.items()}
 
 
 def test_the_text_part_of_a_vision_language_model_is_read(tmp_path):

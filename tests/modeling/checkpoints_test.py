@@ -20,7 +20,9 @@ from modeling import (
     presets,
     sharding,
 )
-from modeling.qwen3_5_config import LoraConfig, Qwen3_5Config, RopeConfig
+from modeling.decoder_config import LoraConfig, RopeConfig
+from modeling.glm_moe_dsa_config import GlmMoeDsaConfig
+from modeling.qwen3_5_config import Qwen3_5Config
 from tests.random_model import random_model
 
 DENSE = presets.preset("tiny").replace(
@@ -30,13 +32,83 @@ MOE = presets.preset("tiny-moe").replace(
     vocab_size=32, hidden_size=16, num_hidden_layers=8
 )
 TIED = DENSE.replace(tie_word_embeddings=True)
+# Two runs of one layer; one with two kinds of sharers; two with one kind.
+GLM = presets.preset("tiny-glm").replace(
+    vocab_size=32,
+    hidden_size=16,
+    num_hidden_layers=11,
+    indexer_types=("full", "full") + ("full", "shared", "shared") * 3,
+    mlp_layer_types=("dense",) * 4 + ("sparse",) * 7,
+)
 LORA = LoraConfig(rank=4, alpha=2.0, targets=("in_proj_qkv", "down_proj"))
+ROUTED = LoraConfig(rank=4, alpha=2.0, targets=("experts", "down_proj"))
 TEXT, VISION_LANGUAGE = "model.", "model.language_model."
 VISION = "model.visual.patch_embed.proj.weight"
 MTP = ("mtp.fc.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight")
+GLM_MTP = (
+    "model.layers.11.eh_proj.weight",
+    "model.layers.11.mlp.experts.0.up_proj.weight_scale_inv",
+)
 
 
-def official_shapes(config: Qwen3_5Config) -> dict[str, tuple[int, ...]]:
+def glm_shapes(config: GlmMoeDsaConfig) -> dict[str, tuple[int, ...]]:
+  """Names and shapes of the published files, but for experts in one tensor."""
+  hidden, heads = config.hidden_size, config.num_attention_heads
+  queries, latent = config.q_lora_rank, config.kv_lora_rank
+  index, inner = config.index_head_dim, config.moe_intermediate_size
+  attention = {
+      "q_a_proj.weight": (queries, hidden),
+      "q_a_layernorm.weight": (queries,),
+      "q_b_proj.weight": (heads * config.qk_head_dim, queries),
+      "kv_a_proj_with_mqa.weight": (latent + config.qk_rope_head_dim, hidden),
+      "kv_a_layernorm.weight": (latent,),
+      "kv_b_proj.weight": (
+          heads * (config.qk_nope_head_dim + config.v_head_dim),
+          latent,
+      ),
+      "o_proj.weight": (hidden, heads * config.v_head_dim),
+  }
+  indexer = {
+      "wq_b.weight": (config.index_n_heads * index, queries),
+      "wk.weight": (index, hidden),
+      "k_norm.weight": (index,),
+      "k_norm.bias": (index,),
+      "weights_proj.weight": (config.index_n_heads, hidden),
+  }
+  experts = config.n_routed_experts
+  routed = {
+      "mlp.gate.weight": (experts, hidden),
+      "mlp.gate.e_score_correction_bias": (experts,),
+      "mlp.experts.gate_up_proj": (experts, 2 * inner, hidden),
+      "mlp.experts.down_proj": (experts, hidden, inner),
+  }
+  shapes = {
+      "embed_tokens.weight": (config.vocab_size, hidden),
+      "lm_head.weight": (config.vocab_size, hidden),
+      "norm.weight": (hidden,),
+  }
+  for layer in range(config.num_hidden_layers):
+    found = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    found |= {f"self_attn.{name}": x for name, x in attention.items()}
+    if config.indexer_types[layer] == "full":
+      found |= {f"self_attn.indexer.{name}": x for name, x in indexer.items()}
+    mlp, size = "mlp", config.intermediate_size
+    if config.mlp_layer_types[layer] == "sparse":
+      found |= routed
+      mlp, size = "mlp.shared_experts", config.n_shared_experts * inner
+    found |= {
+        f"{mlp}.gate_proj.weight": (size, hidden),
+        f"{mlp}.up_proj.weight": (size, hidden),
+        f"{mlp}.down_proj.weight": (hidden, size),
+    }
+    shapes |= {f"layers.{layer}.{name}": x for name, x in found.items()}
+  return shapes
+
+
+def qwen_shapes(config: Qwen3_5Config) -> dict[str, tuple[int, ...]]:
   """Names and shapes of the published files, written down by hand."""
   hidden, size = config.hidden_size, config.head_dim
   queries = config.num_attention_heads * size
@@ -98,13 +170,25 @@ def official_shapes(config: Qwen3_5Config) -> dict[str, tuple[int, ...]]:
   return shapes
 
 
+def official_shapes(config) -> dict[str, tuple[int, ...]]:
+  """Those of either architecture, all experts of a layer in one tensor."""
+  if isinstance(config, GlmMoeDsaConfig):
+    return glm_shapes(config)
+  return qwen_shapes(config)
+
+
 def draw(config, dtype=np.float32):
-  """Random tensors by plain name."""
+  """Random tensors by plain name, all experts of a layer in one."""
   rng = np.random.default_rng(0)
   return {
       name: rng.normal(size=shape).astype(dtype)
       for name, shape in official_shapes(config).items()
   }
+
+
+def official(tensors, config):
+  """The same as the files of the architecture have experts."""
+  return per_expert(tensors) if isinstance(config, GlmMoeDsaConfig) else tensors
 
 
 def per_expert(tensors):
@@ -113,7 +197,7 @@ def per_expert(tensors):
   for name, tensor in tensors.items():
     parent, _, last = name.rpartition(".")
     if last == "gate_up_proj":
-      gate, up = np.split(tensor, 2, axis=1)
+      gate, up = np.split(tensor, 2, axis=-2)
       parts = {"gate_proj": gate, "up_proj": up}
     elif last == "down_proj":
       parts = {last: tensor}
@@ -184,12 +268,24 @@ def test_the_map_covers_the_published_files():
   assert shapes == official_shapes(config)
 
 
+def test_the_map_covers_the_published_files_of_glm():
+  config = presets.preset("glm-5.2")
+  places = checkpoint_names.places(config, per_expert=True)
+  assert len(places) == 58794
+  empty = {
+      name: np.broadcast_to(np.int8(0), shape)
+      for name, shape in official_shapes(config).items()
+  }
+  shapes = {name: tensor.shape for name, tensor in per_expert(empty).items()}
+  assert {name: place.shape for name, place in places.items()} == shapes
+
+
 @pytest.mark.parametrize("prefix", [TEXT, VISION_LANGUAGE])
 @pytest.mark.parametrize(
-    "config", [DENSE, TIED, MOE], ids=["dense", "tied", "moe"]
+    "config", [DENSE, TIED, MOE, GLM], ids=["dense", "tied", "moe", "glm"]
 )
 def test_every_tensor_survives_load_and_save(tmp_path, config, prefix):
-  tensors = draw(config)
+  tensors = official(draw(config), config)
   source = write(tmp_path / "source", named(tensors, prefix), config)
   read = checkpoints.load_config(source, dtype="float32", param_dtype="float32")
   assert read == config
@@ -208,15 +304,17 @@ def test_every_tensor_survives_load_and_save(tmp_path, config, prefix):
   )
 
 
-def test_experts_may_have_tensors_of_their_own(tmp_path):
-  tensors = draw(MOE)
-  source = write(tmp_path / "source", named(per_expert(tensors)))
-  model, report = checkpoints.load_model(source, config=MOE)
-  # 3 * 8 matrices in the place of 2 tensors, in 8 layers.
-  assert report.loaded == len(tensors) + 8 * (3 * 8 - 2)
+@pytest.mark.parametrize("split", [per_expert, dict])
+@pytest.mark.parametrize("config", [MOE, GLM], ids=["qwen", "glm"])
+def test_experts_may_have_tensors_of_their_own(tmp_path, config, split):
+  tensors = draw(config)
+  source = write(tmp_path / "source", named(split(tensors)))
+  model, report = checkpoints.load_model(source, config=config)
+  assert report.loaded == len(split(tensors))
   checkpoints.save_model(model, tmp_path / "out")
   assert_same_tensors(
-      load_file(tmp_path / "out" / "model.safetensors"), named(tensors)
+      load_file(tmp_path / "out" / "model.safetensors"),
+      named(official(tensors, config)),
   )
 
 
@@ -238,6 +336,29 @@ def test_layers_stand_in_their_block_and_kernels_are_transposed(tmp_path):
   np.testing.assert_array_equal(
       model.blocks.full_layer.self_attn.q_norm.weight[1],
       tensors["layers.7.self_attn.q_norm.weight"],
+  )
+
+
+def test_layers_stand_in_their_run(tmp_path):
+  tensors = draw(GLM)
+  model, _ = checkpoints.load_model(
+      write(tmp_path / "source", named(per_expert(tensors))), config=GLM
+  )
+  single, mixed, last = model.runs
+  for leaf, name in [
+      (single.full_layer.self_attn.indexer.wk.kernel[1], "1.indexer.wk"),
+      (mixed.full_layer.self_attn.indexer.wk.kernel[0], "2.indexer.wk"),
+      (mixed.sharers[0].self_attn.o_proj.kernel[0, 0], "3.o_proj"),
+      (mixed.sharers[1].self_attn.o_proj.kernel[0, 0], "4.o_proj"),
+      (last.full_layer.self_attn.o_proj.kernel[1], "8.o_proj"),
+      (last.sharers[0].self_attn.o_proj.kernel[1, 1], "10.o_proj"),
+  ]:
+    layer, _, name = name.partition(".")
+    name = f"layers.{layer}.self_attn.{name}.weight"
+    np.testing.assert_array_equal(leaf, tensors[name].T, err_msg=name)
+  np.testing.assert_array_equal(
+      last.sharers[0].mlp.experts.gate_up_proj[1, 0, 5],
+      tensors["layers.9.mlp.experts.gate_up_proj"][5].T,
   )
 
 
@@ -294,6 +415,19 @@ def test_vision_and_mtp_are_skipped_and_reported(tmp_path, caplog):
   assert "1 of vision and 2 of MTP skipped" in record.message
 
 
+def test_the_layer_after_the_last_is_that_of_mtp(tmp_path):
+  tensors = named(per_expert(draw(GLM)))
+  extra = {name: np.ones((2, 2), np.float32) for name in GLM_MTP}
+  source = write(tmp_path / "source", tensors | extra)
+  _, report = checkpoints.load_model(source, config=GLM)
+  assert sorted(report.mtp) == sorted(GLM_MTP)
+  assert report.loaded == len(tensors)
+  extra = {"model.layers.12.norm.weight": np.ones(2, np.float32)}
+  source = write(tmp_path / "source", tensors | extra)
+  message = refusal(checkpoints.load_model, source, config=GLM)
+  assert "1 unexpected:\n    model.layers.12.norm.weight" in message
+
+
 @pytest.mark.parametrize(
     "dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str
 )
@@ -325,19 +459,45 @@ def test_weights_take_the_dtype_of_the_model(tmp_path, dtype):
   assert saved["lm_head.weight"].dtype == ml_dtypes.bfloat16
 
 
-MESH = dict(data=2, context=2, tensor=2)
+def test_a_router_stays_in_float32(tmp_path):
+  config = GLM.replace(param_dtype="bfloat16")
+  tensors = named(per_expert(draw(GLM, ml_dtypes.bfloat16)))
+  # Of as many biases in bfloat16 only two would be left, and other experts.
+  bias = np.linspace(6.95, 7.01, 8, dtype=np.float32)
+  name = "model.layers.9.mlp.gate.e_score_correction_bias"
+  source = write(tmp_path / "source", tensors | {name: bias})
+  model, _ = checkpoints.load_model(source, config=config)
+  router = model.runs[2].sharers[0].mlp.gate
+  assert router.kernel.dtype == np.float32
+  np.testing.assert_array_equal(router.e_score_correction_bias[1, 0], bias)
+  checkpoints.save_model(model, tmp_path / "out")
+  saved = load_file(tmp_path / "out" / "model.safetensors")
+  assert saved["model.layers.9.mlp.gate.weight"].dtype == np.float32
+  assert saved["lm_head.weight"].dtype == ml_dtypes.bfloat16
+  np.testing.assert_array_equal(saved[name], bias)
 
 
-def test_a_mesh_changes_where_weights_lie_and_nothing_else(tmp_path):
-  config = MOE.replace(lora=LORA)
-  tensors = named(draw(config))
+MESHES = {
+    "qwen": (MOE.replace(lora=LORA), dict(data=2, context=2, tensor=2)),
+    "glm": (GLM.replace(lora=ROUTED), dict(data=2, context=4)),
+}
+
+
+@pytest.mark.parametrize("family", MESHES)
+def test_a_mesh_changes_where_weights_lie_and_nothing_else(tmp_path, family):
+  config, sizes = MESHES[family]
+  tensors = named(official(draw(config), config))
   source = write(tmp_path / "source", tensors, config)
-  mesh = sharding.make_mesh(**MESH)
+  mesh = sharding.make_mesh(**sizes)
   model, _ = checkpoints.load_model(source, config=config, mesh=mesh)
   assert model.mesh == mesh
   wanted = sharding.shardings(model, mesh)
   jax.tree.map(lambda x, layout: _expect_layout(x, layout), model, wanted)
-  kernel = model.blocks.full_layer.self_attn.q_proj.kernel[...]
+  kernel = next(
+      leaf
+      for path, leaf in checkpoint_names.leaves(model).items()
+      if path[-3:] == ("self_attn", "o_proj", "kernel")
+  )
   assert 8 * kernel.addressable_shards[0].data.size == kernel.size
   plain, _ = checkpoints.load_model(source, config=config)
   jax.tree.map(
@@ -403,6 +563,51 @@ def test_adapters_are_merged_into_what_is_saved(tmp_path, param_dtype):
   )
 
 
+def merged(kernel, a, b):
+  """W + (alpha / rank) A B as it is in a file, of the adapters here."""
+  return (kernel + np.float32(0.5) * (a @ b)).swapaxes(-1, -2)
+
+
+def test_saving_an_expert_gathers_no_other():
+  mesh = sharding.make_mesh(data=2, context=4)
+  axes = ("layers", "experts", "expert_embed", "expert_mlp")
+  leaf = jax.ShapeDtypeStruct(
+      (3, 64, 32, 64), np.float32, sharding=sharding.sharding(mesh, axes)
+  )
+  program = checkpoints._part.lower(leaf, (1,), 5, mesh=mesh).compile()
+  experts = leaf.size // 3 // 2 * 4  # of a layer, as they lie over `data`
+  assert program.memory_analysis().temp_size_in_bytes < 0.5 * experts
+
+
+@pytest.mark.parametrize("config", [MOE, GLM], ids=["qwen", "glm"])
+def test_adapters_of_experts_are_merged_into_what_is_saved(tmp_path, config):
+  config = config.replace(lora=ROUTED)
+  model = random_model(config)
+  checkpoints.save_model(model, tmp_path / "out")
+  saved = load_file(tmp_path / "out" / "model.safetensors")
+  assert saved.keys() == named(official(draw(config), config)).keys()
+  if isinstance(config, GlmMoeDsaConfig):
+    layer, index, layers = 9, (1, 0), model.runs[2].sharers[0]
+  else:
+    layer, index, layers = 6, (1, 2), model.blocks.linear_layers
+  leaf = {
+      path[-1]: np.asarray(x[index])
+      for path, x in checkpoint_names.leaves(layers.mlp.experts).items()
+  }
+  gate_up = np.split(leaf["gate_up_proj"], 2, axis=-1)
+  a, b = leaf["gate_up_proj_lora_a"], leaf["gate_up_proj_lora_b"]
+  halves = [merged(gate_up[i], a[:, i], b[:, i]) for i in range(2)]
+  a, b = leaf["down_proj_lora_a"], leaf["down_proj_lora_b"]
+  wanted = {
+      "gate_up_proj": np.concatenate(halves, axis=-2),
+      "down_proj": merged(leaf["down_proj"], a, b),
+  }
+  prefix = f"model.layers.{layer}.mlp.experts."
+  wanted = {prefix + name: tensor for name, tensor in wanted.items()}
+  for name, tensor in official(wanted, config).items():
+    np.testing.assert_array_equal(saved[name], tensor, err_msg=name)
+
+
 def test_all_that_does_not_fit_is_named_at_once(tmp_path):
   tensors = named(draw(DENSE))
   del tensors["model.norm.weight"]
@@ -426,7 +631,7 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path):
       "\n    model.embed_tokens.weight (31, 16), want (32, 16)"
       "\n  1 of an unsupported dtype:"
       "\n    model.layers.1.mlp.up_proj.weight I8, want one of BF16, F16, F32,"
-      " F64"
+      " F64, or F8_E4M3 for a matrix"
   )
 
 
@@ -522,7 +727,7 @@ def test_a_file_cut_short_is_named(tmp_path, keep):
         (None, "does not exist"),
         ("{", "is not JSON"),
         ("[]", "holds a list"),
-        ("{}", "config.json lacks vocab_size"),
+        ("{}", "model_type=None is not supported"),
         (
             json.dumps(DENSE.to_hf() | {"model_type": "llama"}),
             "model_type='llama' is not supported",

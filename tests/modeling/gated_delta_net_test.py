@@ -12,7 +12,7 @@ from flax import nnx
 
 from modeling import presets
 from modeling.gated_delta_net import GatedDeltaNet
-from modeling.layer_state import delta_axes, empty_recurrent
+from modeling.layer_state import empty_recurrent
 from modeling.sharding import AXES, make_mesh, sharding
 from tests import programs, tiny
 
@@ -207,7 +207,7 @@ def test_a_state_lies_as_its_axes_say_and_keeps_its_types(key_heads, sizes):
   mesh = mesh_of(sizes)
   narrow = config(key_heads).replace(dtype="bfloat16", param_dtype="bfloat16")
   state = empty_recurrent(narrow, mesh=mesh, batch=2)
-  axes = delta_axes(narrow, mesh)
+  axes = narrow.recurrent_axes(mesh)
   for field in dataclasses.fields(state):
     leaf = getattr(state, field.name)
     where = sharding(mesh, getattr(axes, field.name))

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from modeling import expert_exchange, presets, sharding
-from modeling.moe import MoE
+from modeling.moe import SoftmaxMoE
 from modeling.qwen3_5_config import MoeConfig
 from tests import programs
 
@@ -39,7 +39,7 @@ def mesh_of(shape):
 
 def abstract(mesh, dtype="float64"):
   config = CONFIG.replace(dtype=dtype, param_dtype=dtype)
-  make = lambda: MoE(config, mesh=mesh, rngs=nnx.Rngs(0))
+  make = lambda: SoftmaxMoE(config, mesh=mesh, rngs=nnx.Rngs(0))
   return nnx.split(nnx.eval_shape(make))
 
 
@@ -99,9 +99,9 @@ def oracle(state, x):
     act = jax.nn.silu(x @ shared["gate_proj"]) * (x @ shared["up_proj"])
     out *= act @ shared["down_proj"]
     for e in range(E):
-      gate, up = w["gate_up_proj"][e, :, :F], w["gate_up_proj"][e, :, F:]
+      gate, up = jnp.split(w["experts"]["gate_up_proj"][e], 2, axis=1)
       act = jax.nn.silu(x @ gate) * (x @ up)
-      out += chance[..., e, None] * (act @ w["down_proj"][e])
+      out += chance[..., e, None] * (act @ w["experts"]["down_proj"][e])
     return jnp.sin(out).sum(), out
 
   return jax.value_and_grad(value, argnums=(0, 1), has_aux=True)(w, x)
@@ -132,7 +132,7 @@ def test_ties_go_to_the_lower_expert(x64, shape):
   weights_and_x = problem(ties=True)
   ours = program(shape)(*weights_and_x)
   assert_equal(ours, oracle(*weights_and_x))
-  d_down = nnx.to_pure_dict(ours[1][0])["down_proj"]
+  d_down = nnx.to_pure_dict(ours[1][0])["experts"]["down_proj"]
   assert np.flatnonzero(np.abs(d_down).max((1, 2))).tolist() == [0, 1]
 
 
@@ -221,7 +221,7 @@ def test_experts_that_the_mesh_does_not_divide_are_refused(x64):
   mesh = sharding.make_mesh(context=3)
   with pytest.raises(
       ValueError,
-      match=r"gate_up_proj\[8, 16, 12\]: its axis 'experts' of 8 does not "
-      r"divide over 3 devices of context",
+      match=r"experts.gate_up_proj\[8, 16, 12\]: its axis 'experts' of 8 does "
+      r"not divide over 3 devices of context",
   ):
     sharding.check_fits(abstract(mesh)[1], mesh)

@@ -5,13 +5,8 @@ import re
 import pytest
 
 from modeling import presets
-from modeling.qwen3_5_config import (
-    LoraConfig,
-    MoeConfig,
-    Qwen3_5Config,
-    RopeConfig,
-    YarnConfig,
-)
+from modeling.decoder_config import LoraConfig, RopeConfig, YarnConfig
+from modeling.qwen3_5_config import MoeConfig, Qwen3_5Config
 
 YARN = YarnConfig(
     factor=4.0, original_max_position_embeddings=262144, beta_fast=16.0
@@ -33,7 +28,11 @@ def refusal(config):
 @pytest.mark.parametrize(
     "config",
     [
-        *presets.PRESETS.values(),
+        *[
+            config
+            for config in presets.PRESETS.values()
+            if isinstance(config, Qwen3_5Config)
+        ],
         presets.preset("tiny").replace(rope=RopeConfig(yarn=YARN)),
         presets.preset("tiny").replace(
             full_attention_interval=2, rms_norm_eps=1e-5, initializer_range=0.1
@@ -179,12 +178,17 @@ def test_impossible_models_are_refused(changes, message):
     [
         ({"rank": 0}, "lora.rank=0"),
         ({"rank": 1, "targets": ("q_prj",)}, "lora.targets=('q_prj',)"),
-        ({"rank": 1, "targets": ()}, "lora.targets=()"),
     ],
 )
 def test_impossible_adapters_are_refused(settings, message):
   with pytest.raises(ValueError, match=re.escape(message)):
-    LoraConfig(alpha=1.0, **settings)
+    presets.preset("tiny").replace(lora=LoraConfig(alpha=1.0, **settings))
+
+
+def test_adapters_without_targets_are_those_of_the_model():
+  config = presets.preset("tiny").replace(lora=LoraConfig(rank=1, alpha=1.0))
+  assert config.adapted == Qwen3_5Config.ADAPTED_NAMES
+  assert config.replace(lora=None).adapted == ()
 
 
 def test_unknown_presets_are_refused_with_the_nearest():

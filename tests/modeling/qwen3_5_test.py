@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 
 from modeling import checkpoint_names, checkpoints, layer_state, presets
+from modeling.decoder_config import LoraConfig
 from modeling.layer_state import KvState, Prefix
-from modeling.qwen3_5 import parameter_count
-from modeling.qwen3_5_config import LINEAR_NAMES, LoraConfig
+from modeling.models import parameter_count
+from modeling.qwen3_5_config import Qwen3_5Config
 from tests.random_model import random_model
 
 FLOAT64_TOLERANCE = 1e-11
 FLOAT64 = dict(dtype="float64", param_dtype="float64")
 DENSE = presets.preset("tiny").replace(num_hidden_layers=8, **FLOAT64)
 MOE = presets.preset("tiny-moe").replace(**FLOAT64)
-LORA = LoraConfig(rank=2, alpha=6.0, targets=LINEAR_NAMES)
+LORA = LoraConfig(rank=2, alpha=6.0, targets=Qwen3_5Config.LINEAR_NAMES)
 
 
 def segment(model, tokens, positions, prefixes=(), recurrent=None):
@@ -110,7 +111,10 @@ def test_any_cut_equals_one_pass(x64, cut):
 
   rest = tokens.shape[1] - cut
   empty = Prefix(
-      slots=layer_state.empty_slots(DENSE, batch=1, slots=tokens.shape[1]),
+      slots=jax.tree.map(
+          lambda x: jnp.zeros(x.shape, x.dtype),
+          DENSE.slot_shapes(batch=1, slots=tokens.shape[1]),
+      ),
       positions=np.full(tokens.shape, -1, np.int32),
   )
   nothing = layer_state.empty_recurrent(DENSE, mesh=model.mesh, batch=1)
@@ -176,10 +180,14 @@ def without_adapters(model, *, merged):
   leaves = checkpoint_names.leaves(model)
 
   def kernel(path, leaf):
-    a, b = (leaves.get((*path[:-1], name)) for name in ("lora_a", "lora_b"))
-    if not merged or path[-1] != "kernel" or a is None:
+    prefix = "" if path[-1] == "kernel" else f"{path[-1]}_"
+    a, b = (leaves.get((*path[:-1], f"{prefix}lora_{x}")) for x in "ab")
+    if not merged or a is None:
       return leaf
-    return leaf + LORA.alpha / LORA.rank * (a @ b)
+    change = LORA.alpha / LORA.rank * (a @ b)
+    if path[-1] == "gate_up_proj":
+      change = jnp.concatenate(jnp.moveaxis(change, -3, 0), axis=-1)
+    return leaf + change
 
   config = model.config.replace(lora=None)
   return checkpoints.assemble(
@@ -189,8 +197,9 @@ def without_adapters(model, *, merged):
 
 def test_adapters_act_as_a_change_of_the_kernels(x64):
   model, tokens = random_model(MOE.replace(lora=LORA)), draw_tokens(1, 20)
+  is_b = lambda path: path[-1].endswith("lora_b")
   fresh = with_leaves(
-      model, lambda path, leaf: 0.0 * leaf if path[-1] == "lora_b" else leaf
+      model, lambda path, leaf: 0.0 * leaf if is_b(path) else leaf
   )
   for adapted, merged in ((model, True), (fresh, False)):
     plain = without_adapters(model, merged=merged)
@@ -201,6 +210,6 @@ def test_adapters_act_as_a_change_of_the_kernels(x64):
 def test_every_adapter_gets_a_gradient(x64):
   model, tokens = random_model(MOE.replace(lora=LORA)), draw_tokens(1, 20)
   _, gradients = value_and_gradients(model, tokens)
-  adapters = {p: g for p, g in gradients.items() if p[-1].startswith("lora")}
-  assert {path[-2] for path in adapters} == set(LINEAR_NAMES)
+  adapters = {p: g for p, g in gradients.items() if "lora_" in p[-1]}
+  assert {path[-2] for path in adapters} == set(Qwen3_5Config.LINEAR_NAMES)
   assert all(jnp.abs(g).max() > 1e-6 for g in adapters.values())

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from modeling import rope
-from modeling.qwen3_5_config import RopeConfig, YarnConfig
+from modeling.decoder_config import RopeConfig, YarnConfig
 
 FLOAT32_TOLERANCE = 1e-6  # measured: 4.0e-7 at 2^31 - 1
 HEAD_DIM = 256

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 from modeling import sharding
 from modeling.mesh_fit import check_mesh
+from modeling.models import abstract_model
 from modeling.parameter import param
 from modeling.presets import preset
-from modeling.qwen3_5 import abstract_model
 from modeling.sharding import MeshConfig, make_mesh
 from tests.programs import buffers_with
 

@@ -10,8 +10,8 @@ from lstraw_jax.capacity.tables import verdict
 from lstraw_jax.capacity.targets import Machine, find_machine
 from lstraw_jax.capacity.workload import Workload
 from lstraw_jax.update_config import UpdateConfig
+from modeling.decoder_config import LoraConfig
 from modeling.presets import preset
-from modeling.qwen3_5_config import LoraConfig
 
 GB = 10**9
 

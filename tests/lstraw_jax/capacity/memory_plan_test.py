@@ -22,8 +22,8 @@ from lstraw_jax.optimizer import OptimizerConfig
 from lstraw_jax.refresh import RefreshConfig
 from lstraw_jax.replay import ReplayConfig
 from lstraw_jax.update_config import UpdateConfig
+from modeling.decoder_config import LoraConfig
 from modeling.presets import preset
-from modeling.qwen3_5_config import LoraConfig
 
 # Wide enough that no array is a rounding error, with eight heads to share.
 SIZES = dict(

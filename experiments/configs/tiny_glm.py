@@ -1,0 +1,26 @@
+"""Online GRPO on 1,024-byte prompts with a random tiny GLM-5.2 policy.
+
+python -m experiments.train_grpo --config=experiments/configs/tiny_glm.py
+"""
+
+from typing import Any
+
+import ml_collections
+
+from experiments.configs import base
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """Returns the settings."""
+  config: Any = base.get_config()
+  config.model.preset = "tiny-glm"
+  config.data.prompt_tokens = 1024
+  config.sampling.max_tokens = 32
+  config.optimizer.learning_rate = 1e-2
+  config.train.steps = 60
+  config.train.capture_chunk_tokens = 256
+  config.train.head_chunk_tokens = 64
+  config.train.response_multiple = 32
+  config.refresh.witness_tokens = 256
+  config.checkpoint.every_steps = 10
+  return config
