@@ -44,7 +44,9 @@ def read_settings(config: Any) -> Settings:
         f"sampling.stop_tokens={stops}: want ids in 0..{vocab_size - 1}, the"
         " model's vocabulary"
     )
-  sampling = SamplingConfig(**{**config.sampling, "stop_tokens": stops})
+  record = tuple(config.sampling.record)
+  given = {**config.sampling, "stop_tokens": stops, "record": record}
+  sampling = SamplingConfig(**given)
   sampling.check_trainable()
   return Settings(
       model=run.model,

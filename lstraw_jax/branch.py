@@ -19,7 +19,13 @@ from lstraw_jax.prompt_state import (
     next_positions,
 )
 from lstraw_jax.rollouts import BranchBatch
-from modeling.layer_state import Prefix, Recurrent, SegmentDelta
+from modeling.layer_state import (
+    NOTHING_RECORDED,
+    Prefix,
+    Record,
+    Recurrent,
+    SegmentDelta,
+)
 from modeling.models import Model
 from pallas_kernels.padding import pad_to_multiple
 
@@ -31,6 +37,7 @@ class Block(NamedTuple):
   targets: jax.Array  # [B, C] int32
   valid: jax.Array  # [B, C] bool
   loss_mask: jax.Array  # [B, C] bool
+  record: Record | None  # [B, C, l, ...] int32: what is to be chosen
 
 
 # `run_block` with its settings bound.
@@ -41,7 +48,13 @@ def to_blocks(branch: BranchBatch, *, size: int) -> Block:
   """Cuts branches, leaves [B, R], into stacked blocks, leaves [n, B, size]."""
   return jax.tree.map(
       lambda x: cut(x, size=size),
-      Block(branch.inputs, branch.targets, branch.valid, branch.loss_mask),
+      Block(
+          branch.inputs,
+          branch.targets,
+          branch.valid,
+          branch.loss_mask,
+          branch.record,
+      ),
   )
 
 
@@ -65,9 +78,10 @@ def block_size(response_tokens: int, *, block_tokens: int, shards: int) -> int:
 
 
 def cut(x_BR: jax.Array, *, size: int) -> jax.Array:
-  """[B, R] -> [n, B, size], padded with zeros."""
+  """[B, R, ...] -> [n, B, size, ...], padded with zeros."""
   padded = pad_to_multiple(x_BR, size, axis=1)
-  return jnp.moveaxis(padded.reshape(x_BR.shape[0], -1, size), 1, 0)
+  shape = x_BR.shape[0], -1, size, *x_BR.shape[2:]
+  return jnp.moveaxis(padded.reshape(shape), 1, 0)
 
 
 def uncut(x_nBC: jax.Array, *, response_tokens: int) -> jax.Array:
@@ -102,6 +116,9 @@ def run_block(
       positions_BT=positions_BT,
       prefixes=prefixes,
       recurrent=recurrent,
+      record=jax.tree.map(
+          lambda x: jnp.moveaxis(x, 2, 0), block.record or NOTHING_RECORDED
+      ),
   )
   scores = token_log_probs(
       model,

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from modeling.layer_state import Record
 from modeling.sharding import to_mesh
 
 
@@ -23,6 +24,9 @@ class Rollout:
   reward: float
   log_probs: np.ndarray | None  # [R] float32, nats, of the sampling policy
   loss_mask: np.ndarray  # [R] bool, False on tokens a tool or user wrote
+  # What the sampler chose where it drew each token, [R, l, ...] int32: to be
+  # chosen again instead of anew, so that trainer and sampler agree.
+  record: Record | None = None
 
   def __post_init__(self):
     arrays = {"log_probs": self.log_probs, "loss_mask": self.loss_mask}
@@ -31,6 +35,14 @@ class Rollout:
         raise ValueError(
             f"{name}.shape={array.shape}: wanted {self.tokens.shape}, one"
             " element per token"
+        )
+    for name, array in (self.record or Record())._asdict().items():
+      if array is not None and (
+          array.ndim != 3 or len(array) != self.tokens.size
+      ):
+        raise ValueError(
+            f"record.{name}.shape={array.shape}: wanted [R, layers, choices],"
+            f" with R={self.tokens.size} tokens"
         )
 
 
@@ -73,6 +85,7 @@ class BranchBatch:
   old_log_probs: jax.Array | None  # [B, G, R] float32, of targets; 0 on padding
   ref_log_probs: jax.Array | None  # [B, G, R] float32, of targets
   advantages: jax.Array  # [B, G] float32
+  record: Record | None = None  # [B, G, R, l, ...] int32, of inputs
 
 
 def to_branch_batch(
@@ -95,7 +108,8 @@ def to_branch_batch(
 
   Raises:
     ValueError: if `advantages` does not hold one finite number per response,
-      or the sampler's log-probs are asked for and not there.
+      the sampler's log-probs are asked for and not there, or only some of the
+      responses have a record of what was chosen.
   """
   for group, numbers in zip(groups, advantages, strict=True):
     _check_advantages(numbers, len(group.rollouts))
@@ -104,10 +118,11 @@ def to_branch_batch(
   most = max(len(group.rollouts) for group in groups)
 
   def padded(rows_of, dtype):
-    table = np.zeros((len(groups), most, length), dtype)
-    for b, group in enumerate(groups):
-      for g, row in enumerate(rows_of(group)):
-        table[b, g, : row.size] = row
+    rows = [rows_of(group) for group in groups]
+    table = np.zeros((len(groups), most, length, *rows[0][0].shape[1:]), dtype)
+    for b, of_group in enumerate(rows):
+      for g, row in enumerate(of_group):
+        table[b, g, : len(row)] = row
     return table
 
   of_each = lambda name: lambda group: [
@@ -130,6 +145,7 @@ def to_branch_batch(
       old_log_probs=put(old_log_probs),
       ref_log_probs=None,
       advantages=put(_pad(advantages, most)),
+      record=put(_record(groups, padded)),
   )
 
 
@@ -168,6 +184,25 @@ def _log_probs(group: RolloutGroup) -> list[np.ndarray]:
         " score the old policy"
     )
   return rows
+
+
+def _record(groups, padded) -> Record | None:
+  """Returns what was chosen for the responses, if it was recorded."""
+  records = [r.record or Record() for group in groups for r in group.rollouts]
+  found = {}
+  for name in Record._fields:
+    has = [getattr(record, name) is not None for record in records]
+    if any(has) and not all(has):
+      raise ValueError(
+          f"record.{name}: got it on {sum(has)} of {len(has)} responses, wanted"
+          " it on all or none: the others would be chosen anew"
+      )
+    if all(has):
+      of_group = lambda group, name=name: [
+          getattr(r.record, name) for r in group.rollouts
+      ]
+      found[name] = padded(of_group, np.int32)
+  return Record(**found) if found else None
 
 
 def _pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:

@@ -11,7 +11,7 @@ shards, all others padding: its keys fall to each shard in turn.
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from lstraw_jax.prompt_state import (
     next_positions,
 )
 from lstraw_jax.rollouts import Rollout
+from modeling.layer_state import NOTHING_RECORDED, Record, SegmentDelta
 from modeling.sharding import replicate
 from pallas_kernels.shapes import wide_dtype
 
@@ -37,15 +38,21 @@ class SamplingConfig:
   `temperature` divides the logits; 0 takes the likeliest token. `top_p` draws
   from the smallest set of tokens whose probability reaches it. A response ends
   with the first token of `stop_tokens`, which belongs to it, or after
-  `max_tokens`.
+  `max_tokens`. `record` names what else is kept of each token, so that replay
+  chooses as the sampler did: "experts", "selections".
   """
 
   max_tokens: int
   temperature: float = 1.0
   top_p: float = 1.0
   stop_tokens: tuple[int, ...] = ()
+  record: tuple[str, ...] = ()
 
   def __post_init__(self):
+    if set(self.record) - set(Record._fields):
+      raise ValueError(
+          f"record={self.record}: want some of {', '.join(Record._fields)}"
+      )
     if self.max_tokens < 1:
       raise ValueError(f"max_tokens={self.max_tokens}: want at least 1")
     if not 0 <= self.temperature < float("inf"):
@@ -73,6 +80,7 @@ class Samples(NamedTuple):
   log_probs: jax.Array  # [B, G, R] at the temperature, before top_p
   lengths: jax.Array  # [B, G] int32
   stopped: jax.Array  # [B, G] bool: ended by a stop token
+  record: Record  # [B, G, R, l, ...] int32 of what was to be kept
 
 
 class _Loop(NamedTuple):
@@ -113,34 +121,42 @@ def sample(
   keys = keys.reshape(rows)
   stops = jnp.asarray(config.stop_tokens, jnp.int32)
 
-  def step(loop: _Loop) -> _Loop:
-    index = loop.branch.used
-    place = index % frame_tokens
+  def forward(branch, tokens, active):
+    """Returns a token's hidden state, what was chosen for it, and the rest."""
+    place = branch.used % frame_tokens
     here = (jnp.arange(frame_tokens, dtype=jnp.int32) == place)[None]
-    positions = next_positions(
-        prompt, loop.branch, valid_BT=here & loop.active[:, None]
-    )
+    positions = next_positions(prompt, branch, valid_BT=here & active[:, None])
     hidden, delta = model(
-        jnp.where(here, loop.tokens[:, None], 0),
+        jnp.where(here, tokens[:, None], 0),
         positions_BT=positions,
-        prefixes=(prompt.prefix, loop.branch.prefix),
-        recurrent=loop.branch.recurrent,
+        prefixes=(prompt.prefix, branch.prefix),
+        recurrent=branch.recurrent,
     )
     hidden = jax.lax.dynamic_index_in_dim(hidden, place, 1, keepdims=False)
+    return hidden, _chosen(delta, place, config), (delta, positions)
+
+  def step(loop: _Loop) -> _Loop:
+    index = loop.branch.used
+    hidden, chosen, (delta, positions) = forward(
+        loop.branch, loop.tokens, loop.active
+    )
     tokens, log_probs = _draw(
         model.logits(hidden),
         jax.vmap(jax.random.fold_in, (0, None))(keys, index),
         config,
     )
     stopped = loop.active & (tokens[:, None] == stops[None]).any(1)
-    put = lambda into, x: into.at[:, index].set(
-        jnp.where(loop.active, x, jnp.zeros_like(x))
-    )
+
+    def put(into, x):
+      active = jnp.expand_dims(loop.active, range(1, x.ndim))
+      return into.at[:, index].set(jnp.where(active, x, jnp.zeros_like(x)))
+
     samples = Samples(
         tokens=put(loop.samples.tokens, tokens),
         log_probs=put(loop.samples.log_probs, log_probs),
         lengths=loop.samples.lengths + loop.active.astype(jnp.int32),
         stopped=loop.samples.stopped | stopped,
+        record=jax.tree.map(put, loop.samples.record, chosen),
     )
     branch = append_to_branch(
         loop.branch, delta, positions_BT=positions, steps=1
@@ -148,12 +164,13 @@ def sample(
     return _Loop(branch, tokens, loop.active & ~stopped, samples)
 
   frames = -(-config.max_tokens // frame_tokens)
-  start = _Loop(
-      branch=fork(prompt, branches=group_size, slots=frames * frame_tokens),
-      tokens=jnp.repeat(prompt.next_token, group_size),
-      active=jnp.ones((rows,), bool),
-      samples=_no_samples(rows, config.max_tokens, policy),
+  first = (
+      fork(prompt, branches=group_size, slots=frames * frame_tokens),
+      jnp.repeat(prompt.next_token, group_size),
+      jnp.ones((rows,), bool),
   )
+  _, chosen, _ = jax.eval_shape(forward, *first)
+  start = _Loop(*first, _no_samples(rows, config.max_tokens, chosen, policy))
   goes_on = lambda loop: loop.active.any() & (
       loop.branch.used < config.max_tokens
   )
@@ -169,27 +186,53 @@ def to_rollouts(
     samples: Samples, rewards: Sequence[float]
 ) -> tuple[Rollout, ...]:
   """Pairs the samples of one prompt, leaves [G, ...], with their rewards."""
-  tokens, log_probs, lengths, _ = jax.device_get(samples)
-  return tuple(
-      Rollout(
-          tokens=row[:length],
-          reward=float(reward),
-          log_probs=scores[:length],
-          loss_mask=np.ones((length,), bool),
-      )
-      for row, scores, length, reward in zip(
-          tokens, log_probs, lengths, rewards, strict=True
-      )
-  )
+  host: Any = jax.device_get(samples)
+  rollouts = []
+  for index, (length, reward) in enumerate(
+      zip(host.lengths, rewards, strict=True)
+  ):
+    row = jax.tree.map(lambda x, i=index, n=length: x[i, :n], host.record)
+    rollouts.append(
+        Rollout(
+            tokens=host.tokens[index, :length],
+            reward=float(reward),
+            log_probs=host.log_probs[index, :length],
+            loss_mask=np.ones((length,), bool),
+            record=row if jax.tree.leaves(row) else None,
+        )
+    )
+  return tuple(rollouts)
 
 
-def _no_samples(rows, max_tokens, policy) -> Samples:
+def _chosen(delta: SegmentDelta, place, config: SamplingConfig) -> Record:
+  """Returns what is to be kept of the choices for a token, [B G, l, ...]."""
+  if not config.record:
+    return NOTHING_RECORDED
+  if delta.record is None:
+    raise ValueError(
+        f"record={config.record}: want (), since this model chooses nothing"
+        " that could be recorded"
+    )
+
+  def of_token(x):
+    x = jax.lax.dynamic_index_in_dim(x, place, 2, keepdims=False)
+    return jnp.moveaxis(x, 0, 1)
+
+  made = {name: getattr(delta.record, name) for name in config.record}
+  return Record(**jax.tree.map(of_token, made))
+
+
+def _no_samples(rows, max_tokens, chosen: Record, policy) -> Samples:
   dtype = wide_dtype(policy.config.dtype)
   return Samples(
       tokens=jnp.zeros((rows, max_tokens), jnp.int32),
       log_probs=jnp.zeros((rows, max_tokens), dtype),
       lengths=jnp.zeros((rows,), jnp.int32),
       stopped=jnp.zeros((rows,), bool),
+      record=jax.tree.map(
+          lambda x: jnp.zeros((rows, max_tokens, *x.shape[1:]), x.dtype),
+          chosen,
+      ),
   )
 
 

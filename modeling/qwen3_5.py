@@ -16,9 +16,11 @@ from modeling.attention import Attention
 from modeling.embedding import look_up
 from modeling.gated_delta_net import GatedDeltaNet
 from modeling.layer_state import (
+    NOTHING_RECORDED,
     DeltaState,
     KvState,
     Prefix,
+    Record,
     Recurrent,
     SegmentDelta,
     with_sink,
@@ -169,6 +171,7 @@ class Qwen3_5(nnx.Module):
       positions_BT: jax.Array,
       prefixes: tuple[Prefix, ...],
       recurrent: Recurrent,
+      record: Record = NOTHING_RECORDED,
   ) -> tuple[jax.Array, SegmentDelta]:
     """Runs a segment that follows a state.
 
@@ -180,10 +183,16 @@ class Qwen3_5(nnx.Module):
       prefixes: stored keys and values that the segment attends to. A prefix of
         M rows serves B / M rows of the segment each.
       recurrent: state before the segment, B rows.
+      record: of nothing: here no choice can be given.
 
     Returns:
       The hidden states [B,T,D] after the last norm, and what the segment adds.
+
+    Raises:
+      ValueError: if a choice is given.
     """
+    if record != NOTHING_RECORDED:
+      raise ValueError("record: Qwen3.5 replays no choices; want none")
     # On every shard: each layer asks where its rows begin and end.
     valid_BT = constrain(positions_BT >= 0, self.mesh, ("batch", None))
     table = self._table(self.config.activation_dtype)

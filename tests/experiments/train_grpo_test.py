@@ -9,6 +9,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from experiments.configs import tiny_glm
+from experiments.run_settings import load_policy
+from experiments.settings import read_settings
+from lstraw_jax.named_leaves import named_leaves
 from tests import binaries
 
 SMALL = {
@@ -26,10 +30,14 @@ SMALL = {
 }
 
 
-def command(workdir, *flags, **settings):
+def command(workdir, *flags, config="tiny", **settings):
   changes = {k.replace("__", "."): v for k, v in settings.items()}
   return binaries.command(
-      "train_grpo", *flags, workdir=workdir, settings=SMALL | changes
+      "train_grpo",
+      *flags,
+      workdir=workdir,
+      settings=SMALL | changes,
+      config=config,
   )
 
 
@@ -174,14 +182,9 @@ def test_a_mistake_is_answered_in_a_line(tmp_path, setting, message):
 @pytest.mark.first_class
 def test_a_sparse_model_is_exported_and_trained_again(tmp_path):
   """On a mesh of experts, exactly; then as a checkpoint, by its adapters."""
-  small = SMALL | {"data.prompt_tokens": 64, "train.prompts_per_step": 1}
-  start = lambda workdir, **changes: binaries.run(
-      binaries.command(
-          "train_grpo",
-          workdir=workdir,
-          settings=small | {k.replace("__", "."): v for k, v in changes.items()},
-          config="tiny_glm",
-      )
+  small = {"data__prompt_tokens": 64, "train__prompts_per_step": 1}
+  start = lambda workdir, **changes: run(
+      workdir, config="tiny_glm", **small, **changes
   )
   first, second = tmp_path / "first", tmp_path / "second"
   made = start(
