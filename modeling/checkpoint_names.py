@@ -47,6 +47,15 @@ class Place:
     prefix = "" if last == "kernel" else f"{last}_"
     return (*parents, f"{prefix}lora_a"), (*parents, f"{prefix}lora_b")
 
+  def region(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Returns where in a leaf of this shape the part is, by axis."""
+    stacked = self.layer if self.expert is None else (*self.layer, self.expert)
+    within = [slice(0, size) for size in shape[len(stacked) :]]
+    if self.half is not None:
+      size = shape[-1] // 2
+      within[-1] = slice(self.half * size, (self.half + 1) * size)
+    return *[slice(i, i + 1) for i in stacked], *within
+
   def part(self, leaf: np.ndarray) -> np.ndarray:
     """Returns a view of the part."""
     leaf = leaf[self.layer]

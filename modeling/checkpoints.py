@@ -1,11 +1,13 @@
 """Hugging Face checkpoints in and out.
 
-Loading, with about one tensor more than the model in host memory:
+Loading, with one tensor and one shard of a leaf in host memory:
 
 1. Read the headers of all files; name all that is missing, unexpected or of
    another shape at once, before anything is allocated.
-2. For each stacked leaf, allocate it and fill it tensor by tensor.
-3. Put each shard of the leaf on its device and free the leaf here.
+2. For each shard of each leaf that a device of this process is to have,
+   allocate it and fill it with what the tensors have of it.
+3. Put it on its device and free it here. What several shards have a part of is
+   read for each of them.
 
 Saving gathers one tensor at a time. Of several processes, each reads the files,
 and process 0 alone writes.
@@ -116,9 +118,10 @@ def load_model(
     adapters = tuple(values)
     for path, variable in variables(nnx.state(abstract_model(config))).items():
       if path not in adapters:
-        # No name for the array: it is to be freed before the next is allocated.
-        values[path] = _spread(
-            _fill(path, variable.get_value(), matched),
+        values[path] = _load_leaf(
+            path,
+            variable.get_value(),
+            matched,
             sharding(mesh, names(variable)),
         )
   report = LoadReport(
@@ -223,12 +226,34 @@ _ALIGNMENT = 64  # bytes; what XLA's CPU client asks of a buffer
 _COLUMNS = 256  # a block of a transposed copy: it stays in the cache
 
 
-def _fill(path, leaf, matched):
-  """Reads the tensors of one leaf into an array of its shape and dtype."""
-  array = _empty(leaf.shape, leaf.dtype)
-  for tensor, place in matched.pairs:
-    if place.path == path:
-      _copy(place.part(array), place.to_model(tensor.read()))
+def _load_leaf(path, leaf, matched, layout):
+  """Reads a leaf; a process reads the shards of its own devices alone."""
+  pairs = [pair for pair in matched.pairs if pair[1].path == path]
+  shards = []
+  indices = layout.addressable_devices_indices_map(leaf.shape)
+  for device, index in indices.items():
+    # No name for the shard: it is to be freed before the next is allocated.
+    on_device = jax.device_put(_fill(leaf, pairs, index), device)
+    shards.append(on_device.block_until_ready())
+  return jax.make_array_from_single_device_arrays(leaf.shape, layout, shards)
+
+
+def _fill(leaf, pairs, index):
+  """Reads what the tensors have of a shard into an array of its shape."""
+  bounds = [s.indices(n)[:2] for s, n in zip(index, leaf.shape, strict=True)]
+  array = _empty([stop - start for start, stop in bounds], leaf.dtype)
+  for tensor, place in pairs:
+    target, source = [], []
+    for part, (start, stop) in zip(
+        place.region(leaf.shape), bounds, strict=True
+    ):
+      low, high = max(part.start, start), min(part.stop, stop)
+      target.append(slice(low - start, max(high - start, 0)))
+      source.append(slice(low - part.start, high - part.start))
+    if array[tuple(target)].size:
+      tensor = place.to_model(tensor.read())
+      stacked = (None,) * (array.ndim - tensor.ndim)
+      _copy(array[tuple(target)], tensor[stacked][tuple(source)])
   return array
 
 
@@ -248,13 +273,6 @@ def _copy(target, source):
   for start in range(0, target.shape[-1], _COLUMNS):
     block = (..., slice(start, start + _COLUMNS))
     target[block] = source[block]
-
-
-def _spread(array, layout):
-  """Puts each shard on its device; a process has its own devices alone."""
-  return jax.make_array_from_callback(
-      array.shape, layout, lambda index: array[index]
-  ).block_until_ready()
 
 
 def _fresh_adapters(config, seed, mesh):
