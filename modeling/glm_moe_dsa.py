@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from modeling.embedding import look_up
+from modeling.decoder import Decoder
 from modeling.glm_moe_dsa_config import GlmMoeDsaConfig, Group
 from modeling.indexer import CHOICE, Choice, Chosen, recall
 from modeling.layer_state import (
@@ -29,16 +29,13 @@ from modeling.layer_state import (
     Slots,
     with_sink,
 )
-from modeling.linear import Linear
 from modeling.mla import MLA
 from modeling.mlp import MLP
 from modeling.moe import SigmoidMoE
 from modeling.norm import RMSNorm
-from modeling.parameter import normal, param, stack
+from modeling.parameter import stack
 from modeling.rope import Rotation, rotation
-from modeling.sharding import constrain, gather, make_mesh
-
-_TABLE = ("vocab", "vocab_embed")  # axes of the embedding
+from modeling.sharding import constrain
 
 Sinks = tuple[Slots | None, ...]
 
@@ -236,12 +233,8 @@ class RunOutput(NamedTuple):
   experts: jax.Array | None  # [l, B, T, A] int32, of its layers with experts
 
 
-class GlmMoeDsa(nnx.Module):
-  """The whole decoder, without multi-token prediction.
-
-  It knows its mesh, by default one device, and all that is computed with it is
-  laid out on that mesh.
-  """
+class GlmMoeDsa(Decoder):
+  """The whole decoder, without multi-token prediction."""
 
   def __init__(
       self,
@@ -250,35 +243,18 @@ class GlmMoeDsa(nnx.Module):
       rngs: nnx.Rngs,
       mesh: Mesh | None = None,
   ):
+    super().__init__(config, rngs=rngs, mesh=mesh)
     self.config = config
-    self.mesh = mesh = make_mesh() if mesh is None else mesh
-    self.embed_tokens = param(
-        normal(
-            rngs,
-            (config.vocab_size, config.hidden_size),
-            std=config.initializer_range,
-            dtype=config.param_dtype,
-        ),
-        _TABLE,
-    )
 
     def runs(group):
-      run = lambda rngs: Run(config, group, mesh=mesh, rngs=rngs)
+      run = lambda rngs: Run(config, group, mesh=self.mesh, rngs=rngs)
       return stack(run, group.runs, rngs=rngs)
 
     self.runs = nnx.List(map(runs, config.groups))
     self.norm = RMSNorm(
         config.hidden_size, eps=config.rms_norm_eps, dtype=config.param_dtype
     )
-    self.lm_head = Linear(
-        "lm_head",
-        config.hidden_size,
-        config.vocab_size,
-        axes=("vocab_embed", "vocab"),
-        config=config,
-        mesh=mesh,
-        rngs=rngs,
-    )
+    self.draw_head(config, rngs=rngs)
 
   def __call__(
       self,
@@ -307,9 +283,7 @@ class GlmMoeDsa(nnx.Module):
       with what was chosen.
     """
     assert recurrent is None, "the architecture has no recurrent state"
-    x_BTD = look_up(
-        self._table(self.config.activation_dtype), tokens_BT, mesh=self.mesh
-    )
+    x_BTD = self.embed(tokens_BT, dtype=self.config.activation_dtype)
     by = rotation(
         positions_BT,
         config=self.config.rope,
@@ -342,14 +316,6 @@ class GlmMoeDsa(nnx.Module):
         ),
     )
     return self.norm(x_BTD), delta
-
-  def logits(self, hidden: jax.Array) -> jax.Array:
-    """Returns the head's output [..., vocab] in float32 or wider."""
-    with jax.named_scope("lm_head"):
-      return self.lm_head.wide_product(hidden)
-
-  def _table(self, dtype):
-    return gather(self.embed_tokens[...].astype(dtype), self.mesh, _TABLE)
 
 
 def _run_group(

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from modeling.attention import Attention
-from modeling.embedding import look_up
+from modeling.decoder import Decoder
 from modeling.gated_delta_net import GatedDeltaNet
 from modeling.layer_state import (
     NOTHING_RECORDED,
@@ -25,16 +25,13 @@ from modeling.layer_state import (
     SegmentDelta,
     with_sink,
 )
-from modeling.linear import Linear, wide_product
 from modeling.mlp import MLP
 from modeling.moe import SoftmaxMoE
 from modeling.norm import ZeroCentredRMSNorm
-from modeling.parameter import normal, param, stack
+from modeling.parameter import stack
 from modeling.qwen3_5_config import Qwen3_5Config
 from modeling.rope import Rotation, rotation
-from modeling.sharding import constrain, gather, make_mesh
-
-_TABLE = ("vocab", "vocab_embed")  # axes of the embedding
+from modeling.sharding import constrain
 
 
 class DecoderLayer(nnx.Module):
@@ -123,46 +120,23 @@ class Block(nnx.Module):
     self.full_layer = FullLayer(config, mesh=mesh, rngs=rngs)
 
 
-class Qwen3_5(nnx.Module):
-  """The whole decoder, without vision and multi-token prediction.
-
-  It knows its mesh, by default one device, and all that is computed with it is
-  laid out on that mesh.
-  """
+class Qwen3_5(Decoder):
+  """The whole decoder, without vision and multi-token prediction."""
 
   def __init__(
       self, config: Qwen3_5Config, *, rngs: nnx.Rngs, mesh: Mesh | None = None
   ):
+    super().__init__(config, rngs=rngs, mesh=mesh)
     self.config = config
-    self.mesh = mesh = make_mesh() if mesh is None else mesh
-    self.embed_tokens = param(
-        normal(
-            rngs,
-            (config.vocab_size, config.hidden_size),
-            std=config.initializer_range,
-            dtype=config.param_dtype,
-        ),
-        _TABLE,
-    )
     self.blocks = stack(
-        lambda rngs: Block(config, mesh=mesh, rngs=rngs),
+        lambda rngs: Block(config, mesh=self.mesh, rngs=rngs),
         config.num_blocks,
         rngs=rngs,
     )
     self.norm = ZeroCentredRMSNorm(
         config.hidden_size, eps=config.rms_norm_eps, dtype=config.param_dtype
     )
-    self.lm_head = nnx.data(None)
-    if not config.tie_word_embeddings:
-      self.lm_head = Linear(
-          "lm_head",
-          config.hidden_size,
-          config.vocab_size,
-          axes=("vocab_embed", "vocab"),
-          config=config,
-          mesh=mesh,
-          rngs=rngs,
-      )
+    self.draw_head(config, rngs=rngs)
 
   def __call__(
       self,
@@ -195,8 +169,7 @@ class Qwen3_5(nnx.Module):
       raise ValueError("record: Qwen3.5 replays no choices; want none")
     # On every shard: each layer asks where its rows begin and end.
     valid_BT = constrain(positions_BT >= 0, self.mesh, ("batch", None))
-    table = self._table(self.config.activation_dtype)
-    x_BTD = look_up(table, tokens_BT, mesh=self.mesh)
+    x_BTD = self.embed(tokens_BT, dtype=self.config.activation_dtype)
     by = rotation(
         positions_BT,
         config=self.config.rope,
@@ -233,13 +206,3 @@ class Qwen3_5(nnx.Module):
         block_step, (x_BTD, sinks), (self.blocks, recurrent, indices)
     )
     return self.norm(x_BTD), SegmentDelta(own, recurrent, sinks)
-
-  def logits(self, hidden: jax.Array) -> jax.Array:
-    """Returns the head's output [..., vocab] in float32 or wider."""
-    with jax.named_scope("lm_head"):
-      if self.lm_head is None:
-        return wide_product(hidden, self._table(hidden.dtype).T)
-      return self.lm_head.wide_product(hidden)
-
-  def _table(self, dtype):
-    return gather(self.embed_tokens[...].astype(dtype), self.mesh, _TABLE)

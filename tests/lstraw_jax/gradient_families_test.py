@@ -13,7 +13,7 @@ from tests import tiny
 PROJECTIONS = [
     "q", "k", "v", "o", "GDN qkv", "GDN z", "GDN b, a", "GDN out"
 ]  # fmt: skip
-LATENT = ["o", "q down", "q up", "kv down", "kv up"]
+LATENT = ["q down", "q up", "kv down", "kv up", "o"]
 ADAPTED = {"lora": tiny.ALL_ADAPTERS}
 GLM_ADAPTED = {"lora": LoraConfig(rank=2, alpha=4.0)}
 SHARED = ["embedding", *PROJECTIONS, "conv", "decay", "norms"]

@@ -79,8 +79,7 @@ def replayed(mesh, group):
   )
   gradients = checkpoint_names.variables(found.gradients)
   named = {
-      ".".join(path): np.asarray(x.get_value())
-      for path, x in gradients.items()
+      ".".join(path): np.asarray(x.get_value()) for path, x in gradients.items()
   }
   return np.asarray(found.log_probs[0]), named
 
