@@ -15,6 +15,7 @@ from lstraw_jax.optimizer import OptimizerConfig
 from lstraw_jax.policy import Policy, make_policy
 from modeling.checkpoints import load_config, load_model
 from modeling.decoder_config import DecoderConfig, LoraConfig
+from modeling.glm_moe_dsa_config import GlmMoeDsaConfig
 from modeling.models import make_model
 from modeling.presets import preset
 from modeling.sharding import shardings
@@ -113,6 +114,13 @@ def _model_config(config) -> DecoderConfig:
     model = load_config(config.model.checkpoint, **changes)
   else:
     model = preset(config.model.preset).replace(**changes)
+  if config.model.latent_norm_eps is not None:
+    if not isinstance(model, GlmMoeDsaConfig):
+      raise ValueError(
+          f"model.latent_norm_eps={config.model.latent_norm_eps}: leave it out,"
+          " since only GLM-5 has norms of latents"
+      )
+    model = model.replace(latent_norm_eps=config.model.latent_norm_eps)
   if model.lora is None and model.param_dtype == "bfloat16":
     raise ValueError(
         "model.param_dtype='bfloat16': full training in bfloat16 weights would"

@@ -11,6 +11,7 @@ from lstraw_jax.refresh import RefreshConfig
 from lstraw_jax.replay import ReplayConfig
 from lstraw_jax.sampling import SamplingConfig
 from lstraw_jax.update_config import UpdateConfig
+from modeling.glm_moe_dsa_config import GlmMoeDsaConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,11 @@ def read_settings(config: Any) -> Settings:
         " model's vocabulary"
     )
   record = tuple(config.sampling.record)
+  if record and not isinstance(run.model, GlmMoeDsaConfig):
+    raise ValueError(
+        f"sampling.record={record}: want (), since only GLM-5 makes choices"
+        " that can be recorded"
+    )
   given = {**config.sampling, "stop_tokens": stops, "record": record}
   sampling = SamplingConfig(**given)
   sampling.check_trainable()

@@ -17,6 +17,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.model.dtype = config_dict.placeholder(str)  # default: the preset's
   config.model.param_dtype = config_dict.placeholder(str)
   config.model.initializer_range = config_dict.placeholder(float)
+  config.model.latent_norm_eps = config_dict.placeholder(float)  # GLM-5 alone
 
   config.lora = ml_collections.ConfigDict()
   config.lora.rank = 0  # 0 trains every weight

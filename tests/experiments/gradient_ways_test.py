@@ -1,4 +1,4 @@
-"""The ways to a gradient, of an architecture that the benchmark test has not."""
+"""The ways to a gradient, for the architecture that no benchmark test runs."""
 
 import numpy as np
 import pytest

@@ -58,6 +58,12 @@ def config(**changes):
             {"model__preset": "tiny-glm", "mesh__tensor": 2},
             "mesh.tensor=2: want 1, since all heads of a layer",
         ),
+        ({"sampling__record": ("experts",)}, "sampling.record=.* want ()"),
+        (
+            {"model__preset": "tiny-glm", "sampling__record": ("expert",)},
+            "record=.'expert',.: want some of selections, experts",
+        ),
+        ({"model__latent_norm_eps": 1e-5}, "latent_norm_eps=1e-05: leave it"),
         ({"mesh__data": 0}, "mesh.data=0: want an integer >= 1, or 'auto'"),
         ({"mesh__data": "all"}, "mesh.data='all'"),
         ({"mesh__context": 16}, "is 16 devices, but there are 8"),
@@ -112,6 +118,13 @@ def test_stop_tokens_may_be_a_list():
   assert read.sampling.stop_tokens == (3, 5)
 
 
+def test_what_only_glm_has_is_taken_over():
+  changes = {"model__latent_norm_eps": 1e-5, "sampling__record": ["experts"]}
+  read = settings.read_settings(config(model__preset="tiny-glm", **changes))
+  assert read.model.latent_norm_eps == 1e-5
+  assert read.sampling.record == ("experts",)
+
+
 def test_an_unknown_setting_is_refused():
   with pytest.raises(AttributeError, match="Did you mean"):
     base.get_config().train.stepz = 3
@@ -157,8 +170,9 @@ def test_by_default_adapters_are_where_the_model_has_them(name):
   assert model.adapted == preset(name).ADAPTED_NAMES != ()
 
 
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 def test_targets_are_given_on_the_command_line():
-  """One, and several; the last of them is of GLM alone."""
+  """One, and several, which are of GLM alone; ml_collections is what warns."""
   for text, wanted in (
       ("('o_proj',)", ("o_proj",)),
       ("('kv_b_proj', 'experts')", ("kv_b_proj", "experts")),

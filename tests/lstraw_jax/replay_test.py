@@ -37,6 +37,9 @@ KINDS = {
     "glm": tiny.config("tiny-glm"),
     "adapters": tiny.config("tiny", lora=tiny.ALL_ADAPTERS),
 }
+WITH_GLM = pytest.mark.parametrize(
+    "kind", ["dense", pytest.param("glm", marks=pytest.mark.first_class)]
+)
 PROMPT_TOKENS = 21
 PROMPT = tiny.tokens(PROMPT_TOKENS)
 OTHER = tiny.tokens(18, seed=9)  # of another length, in the same bucket
@@ -231,7 +234,7 @@ def test_log_probs_and_entropy_are_those_of_scoring(x64):
   )
 
 
-@pytest.mark.parametrize("kind", ["dense", "glm"])
+@WITH_GLM
 def test_a_group_is_the_sum_of_its_branches(x64, kind):
   """In blocks of another size than the group's, which does not matter."""
   branches = plain_branches()
@@ -309,7 +312,7 @@ def test_the_order_of_the_branches_does_not_matter(x64):
   np.testing.assert_array_equal(permuted.log_probs, whole.log_probs[:, order])
 
 
-@pytest.mark.parametrize("kind", ["dense", "glm"])
+@WITH_GLM
 def test_one_token_behind_a_prompt_of_one_token_and_its_progress(x64, kind):
   """The prompt's state is empty: this is the gradient of the plain model."""
   policy, calls = tiny.policy(KINDS[kind]), []

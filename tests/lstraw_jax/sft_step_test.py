@@ -111,7 +111,14 @@ def padded(sequences):
   return jnp.asarray(tokens), jnp.asarray(masks, jnp.float64)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "tiny",
+        "tiny-moe",
+        pytest.param("tiny-glm", marks=pytest.mark.first_class),
+    ],
+)
 def test_a_step_is_that_of_ordinary_training(x64, kind):
   found, metrics = one_by_one(kind)
   wanted, loss = ordinary(tiny.policy(KINDS[kind]), *padded(two_sequences()))
