@@ -1,5 +1,7 @@
 """From settings to the library's types: what is taken over, what is refused."""
 
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from experiments.run_settings import load_policy
 from lstraw_jax.policy import make_policy
 from modeling.checkpoints import save_model
 from modeling.presets import preset
+from tests import binaries
 from tests.random_model import random_model
 
 
@@ -171,15 +174,20 @@ def test_by_default_adapters_are_where_the_model_has_them(name):
 
 
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-def test_targets_are_given_on_the_command_line():
+@pytest.mark.parametrize(
+    "text,wanted",
+    [
+        ("('o_proj',)", ("o_proj",)),
+        ("('kv_b_proj', 'experts')", ("kv_b_proj", "experts")),
+    ],
+)
+def test_targets_are_given_on_the_command_line(monkeypatch, text, wanted):
   """One, and several, which are of GLM alone; ml_collections is what warns."""
-  for text, wanted in (
-      ("('o_proj',)", ("o_proj",)),
-      ("('kv_b_proj', 'experts')", ("kv_b_proj", "experts")),
-  ):
-    values = flags.FlagValues()
-    holder = config_flags.DEFINE_config_file("config", flag_values=values)
-    path = "experiments/configs/tiny_glm.py"
-    values(["x", f"--config={path}", f"--config.lora.targets={text}"])
-    values["config"].value.lora.rank = 2
-    assert settings.read_settings(holder.value).model.adapted == wanted
+  path = binaries.ROOT / "experiments/configs/tiny_glm.py"
+  arguments = ["train_grpo", f"--config={path}"]
+  arguments += ["--config.lora.rank=2", f"--config.lora.targets={text}"]
+  monkeypatch.setattr(sys, "argv", arguments)  # ml_collections reads it
+  values = flags.FlagValues()
+  holder = config_flags.DEFINE_config_file("config", flag_values=values)
+  values(arguments)
+  assert settings.read_settings(holder.value).model.adapted == wanted
