@@ -7,15 +7,14 @@ name, a backward pass has no part of it.
 """
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import jax
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def constant(function: Callable[P, R]) -> Callable[P, R]:
+def constant(function: Callable[..., R]) -> Callable[..., R]:
   """Returns a function of positional arguments without a gradient."""
 
   @jax.custom_vjp

@@ -62,6 +62,21 @@ def recurrent_bytes(workload: Workload, *, cotangent: bool = False) -> int:
   return sum(jax.tree.leaves(sizes))
 
 
+def slot_bytes(
+    workload: Workload, *, slots: int, cotangent: bool = False
+) -> int:
+  """Returns the bytes of so many slots of a row, or of their cotangents."""
+  shapes = workload.model.slot_shapes(batch=workload.data, slots=slots)
+  if cotangent:
+    narrow = workload.update.cotangent_dtype == "bfloat16"
+    shapes = jax.tree.map(
+        lambda x: x.update(dtype=jnp.bfloat16) if narrow else _widened(x),
+        shapes.learned,
+    )
+  mesh = _mesh((workload.data, workload.context, workload.tensor))
+  return sum(shard_bytes(x, shapes.AXES, mesh) for x in jax.tree.leaves(shapes))
+
+
 @functools.cache
 def _weights(
     config: DecoderConfig, optimizer: OptimizerConfig, sizes: tuple[int, ...]
@@ -81,23 +96,14 @@ def _weights(
 
 
 def _state(workload: Workload, mesh: Any) -> dict[str, int]:
-  config, rows = workload.model, workload.data
-  slots = config.slot_shapes(batch=rows, slots=workload.capacity)
-  positions = jax.ShapeDtypeStruct((rows, workload.capacity), jnp.int32)
-  narrow = workload.update.cotangent_dtype == "bfloat16"
-  slot_bytes = lambda tree: sum(
-      shard_bytes(x, tree.AXES, mesh) for x in jax.tree.leaves(tree)
-  )
+  rows, slots = workload.data, workload.capacity
+  positions = jax.ShapeDtypeStruct((rows, slots), jnp.int32)
   scalars = (2 * rows + 1) * 4  # length, next_token, policy_step
-  sums = jax.tree.map(
-      lambda x: x.update(dtype=jnp.bfloat16) if narrow else _widened(x),
-      slots.learned,
-  )
   return dict(
-      slots=slot_bytes(slots),
+      slots=slot_bytes(workload, slots=slots),
       positions=shard_bytes(positions, POSITION_AXES, mesh) + scalars,
       recurrent=recurrent_bytes(workload),
-      cotangent_slots=slot_bytes(sums),
+      cotangent_slots=slot_bytes(workload, slots=slots, cotangent=True),
       cotangent_recurrent=recurrent_bytes(workload, cotangent=True),
   )
 

@@ -1,18 +1,43 @@
 """What full attention costs one device beside the products with its weights."""
 
 from lstraw_jax.capacity.workload import Workload
-from lstraw_jax.roofline.cost import StageCost, gathered, reduced, total
+from lstraw_jax.roofline.cost import StageCost, total
+from lstraw_jax.roofline.pass_q import pass_q_cost
 from lstraw_jax.roofline.segments import Keys, Segments
 from lstraw_jax.roofline.widths import widths
+from modeling.qwen3_5_config import Qwen3_5Config
+from pallas_kernels.prefix_attention import KEY_BLOCK
 
 
-def attention_cost(segments: Segments, workload: Workload) -> StageCost:
+def attention_cost(
+    model: Qwen3_5Config, segments: Segments, workload: Workload
+) -> StageCost:
   """Counts one layer of pass-Q: all queries meet the keys of the device."""
-  over_keys = (_over_keys(keys, segments, workload) for keys in segments.keys)
-  return total([*over_keys, _merged(segments, workload)])
+  over_keys = (
+      _over_keys(model, keys, segments, workload) for keys in segments.keys
+  )
+  size = model.head_dim
+  merged = pass_q_cost(segments, workload, query_dim=size, out_dim=size)
+  return total([*over_keys, merged])
 
 
-def _over_keys(keys: Keys, segments: Segments, workload: Workload) -> StageCost:
+def keys_read(keys: Keys) -> int:
+  """Returns how many a device reads, summed over the segments.
+
+  A block is read before it is known whether a query sees it: those of all slots
+  are, filled or not.
+  """
+  return len(keys.seen) * keys.in_blocks(keys.room, KEY_BLOCK)
+
+
+def keys_scored(keys: Keys) -> int:
+  """Returns how many it scores: those of blocks that a query sees."""
+  return sum(keys.in_blocks(filled, KEY_BLOCK) for filled in keys.filled)
+
+
+def _over_keys(
+    model: Qwen3_5Config, keys: Keys, segments: Segments, workload: Workload
+) -> StageCost:
   """Counts what a set of keys costs.
 
       2 T H/t K FLOP a product and key scored, t = tensor
@@ -23,7 +48,7 @@ def _over_keys(keys: Keys, segments: Segments, workload: Workload) -> StageCost:
   outputs too, and reads and writes the sums of keys' and values'. What lies in
   host memory passes through the device's.
   """
-  model, pulled = workload.model, segments.pulled_back
+  pulled = segments.pulled_back
   narrow, wide, *_ = widths(model)
   heads = model.num_attention_heads // workload.tensor
   row = segments.tokens * heads * model.head_dim
@@ -31,25 +56,9 @@ def _over_keys(keys: Keys, segments: Segments, workload: Workload) -> StageCost:
   queries = (1 + 3 * pulled) * segments.count * row * (narrow + wide)
   slot = 2 * (model.num_key_value_heads // workload.tensor) * model.head_dim
   slot_bytes = (1 + 2 * pulled) * narrow + pulled * 2 * keys.sum_bytes
-  moved = keys.read * slot * slot_bytes
+  moved = keys_read(keys) * slot * slot_bytes
   return StageCost(
-      flops=products * 2 * row * keys.scored,
+      flops=products * 2 * row * keys_scored(keys),
       memory_bytes=queries + (2 * moved if keys.on_host else moved),
       host_bytes=moved if keys.on_host else 0,
   )
-
-
-def _merged(segments: Segments, workload: Workload) -> StageCost:
-  """Counts queries gathered, and outputs merged by a reduce-scatter.
-
-  Outputs and log-sum-exps are wide; before, the largest log-sum-exp of each
-  query is found. A transpose sends what its forward does, but for that.
-  """
-  model, shards = workload.model, workload.context
-  narrow, wide, *_ = widths(model)
-  rows = segments.tokens * model.num_attention_heads // workload.tensor
-  sent = gathered(rows * (model.head_dim * (narrow + wide) + wide), shards)
-  peaks = reduced(rows * wide, shards)
-  pulled = segments.pulled_back
-  received = (1 + 2 * pulled) * sent + (1 + pulled) * peaks
-  return StageCost(collective_bytes=received).repeated(segments.count)

@@ -10,12 +10,15 @@ from lstraw_jax.capacity.workload import Workload
 from lstraw_jax.roofline.cost import StageCost, gathered, reduced
 from lstraw_jax.roofline.segments import Segments
 from lstraw_jax.roofline.widths import widths
+from modeling.qwen3_5_config import Qwen3_5Config
 
 _CHUNK = 64  # these are of pallas_kernels/gated_delta_rule/xla.py
 _SMALL = 8
 
 
-def delta_cost(segments: Segments, workload: Workload) -> StageCost:
+def delta_cost(
+    model: Qwen3_5Config, segments: Segments, workload: Workload
+) -> StageCost:
   """Counts one layer.
 
   A backward takes two products for each of the forward, which is done again;
@@ -23,23 +26,23 @@ def delta_cost(segments: Segments, workload: Workload) -> StageCost:
   queries, keys, values and outputs of all value heads, in float32, once; a
   backward moves their cotangents too.
   """
-  model, pulled = workload.model, segments.pulled_back
+  pulled = segments.pulled_back
   keys, values = model.linear_key_head_dim, model.linear_value_head_dim
-  if spread(workload):
+  if spread(model, workload):
     tokens, columns, maps = segments.tokens, values, 0
-    sent = _exchanged(segments, workload)
+    sent = _exchanged(model, segments, workload)
   else:
     tokens = segments.tokens // workload.context
-    columns, maps = values + keys, _map_flops(workload)
-    sent = _handed_on(workload)
+    columns, maps = values + keys, _map_flops(model, workload)
+    sent = _handed_on(model, workload)
   size, chunks = _chunks(tokens)
   reads = 2 * tokens * keys * values if maps else 0
   products = chunks * _chunk_flops(size, keys, columns) + maps + reads
   flops = (1 + 3 * pulled) * products
   flops += chunks * ((1 + pulled) * _inverse_flops(size) + pulled * 4 * size**3)
   row_bytes = 2 * (keys + values) * widths(model).wide
-  heads = heads_of_a_device(workload)
-  received = sent + _cut_anew(segments, workload)
+  heads = heads_of_a_device(model, workload)
+  received = sent + _cut_anew(model, segments, workload)
   return StageCost(
       flops=heads * flops,
       memory_bytes=(1 + 3 * pulled) * heads * tokens * row_bytes,
@@ -47,16 +50,16 @@ def delta_cost(segments: Segments, workload: Workload) -> StageCost:
   ).repeated(segments.count)
 
 
-def spread(workload: Workload) -> bool:
+def spread(model: Qwen3_5Config, workload: Workload) -> bool:
   """Whether the heads lie over `context` too."""
   shards = workload.tensor * workload.context
-  return workload.model.linear_num_key_heads % shards == 0
+  return model.linear_num_key_heads % shards == 0
 
 
-def heads_of_a_device(workload: Workload) -> int:
+def heads_of_a_device(model: Qwen3_5Config, workload: Workload) -> int:
   """Returns the number of its value heads."""
-  shards = workload.tensor * (workload.context if spread(workload) else 1)
-  return workload.model.linear_num_value_heads // shards
+  over_context = workload.context if spread(model, workload) else 1
+  return model.linear_num_value_heads // (workload.tensor * over_context)
 
 
 def _chunks(tokens: int) -> tuple[int, int]:
@@ -89,28 +92,29 @@ def _hops(workload: Workload) -> int:
   return (workload.context - 1).bit_length()
 
 
-def _map_flops(workload: Workload) -> int:
+def _map_flops(model: Qwen3_5Config, workload: Workload) -> int:
   """Maps of a head applied to a state at each hop, composed at all but one."""
-  model, hops = workload.model, _hops(workload)
+  hops = _hops(workload)
   keys, values = model.linear_key_head_dim, model.linear_value_head_dim
   applied = (1 + hops) * 2 * keys**2 * values
   return applied + max(hops - 1, 0) * 2 * keys**3
 
 
-def _handed_on(workload: Workload) -> float:
+def _handed_on(model: Qwen3_5Config, workload: Workload) -> float:
   """Bytes of states and transitions handed on, and of the last state's sum."""
-  model, hops = workload.model, _hops(workload)
+  hops = _hops(workload)
   keys, values = model.linear_key_head_dim, model.linear_value_head_dim
   states = (hops + 1) * keys * values
   transitions = max(hops - 1, 0) * keys**2
   summed = reduced(keys * values, workload.context)
-  width = widths(model).wide * heads_of_a_device(workload)
+  width = widths(model).wide * heads_of_a_device(model, workload)
   return width * (states + transitions + summed) if hops else 0.0
 
 
-def _exchanged(segments: Segments, workload: Workload) -> float:
+def _exchanged(
+    model: Qwen3_5Config, segments: Segments, workload: Workload
+) -> float:
   """Bytes of convolution inputs, two gates and outputs, tokens for heads."""
-  model = workload.model
   narrow, wide, *_ = widths(model)
   values = model.linear_num_value_heads * (model.linear_value_head_dim + 2)
   token = narrow * model.conv_channels + wide * values
@@ -118,10 +122,12 @@ def _exchanged(segments: Segments, workload: Workload) -> float:
   return gathered(share, workload.context)
 
 
-def _cut_anew(segments: Segments, workload: Workload) -> float:
+def _cut_anew(
+    model: Qwen3_5Config, segments: Segments, workload: Workload
+) -> float:
   """Bytes of [q | k | v], whose columns come over `tensor` as they stand."""
   if workload.tensor == 1:
     return 0.0
-  narrow, channels = widths(workload.model).narrow, workload.model.conv_channels
+  narrow, channels = widths(model).narrow, model.conv_channels
   share = segments.tokens / workload.context / workload.tensor
   return narrow * share * channels

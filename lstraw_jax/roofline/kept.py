@@ -1,35 +1,29 @@
 """What one device moves to keep states and sums, and to take a step."""
 
-from lstraw_jax.capacity.kept_bytes import recurrent_bytes
+from lstraw_jax.capacity.kept_bytes import recurrent_bytes, slot_bytes
 from lstraw_jax.capacity.targets import Target
 from lstraw_jax.capacity.workload import Workload
 from lstraw_jax.roofline.cost import StageCost
-from lstraw_jax.roofline.segments import Segments, cotangent_bytes
+from lstraw_jax.roofline.families import layers_of
+from lstraw_jax.roofline.segments import Segments
 from lstraw_jax.roofline.vocabulary import head_matrices, table_elements
-from lstraw_jax.roofline.weights import (
-    attention_matrices,
-    delta_matrices,
-    feed_forward_matrices,
-)
 from lstraw_jax.roofline.widths import widths
 
 
 def slots_written(workload: Workload) -> StageCost:
-  """Counts a capture's keys and values: slots are read, then written."""
-  return _frames(workload, 2 * widths(workload.model).narrow)
+  """Counts what a capture stores of its tokens: read, then written."""
+  return _frames(workload).repeated(2)
 
 
 def cotangents_taken(workload: Workload) -> StageCost:
   """Counts the cotangents of each chunk's own slots, which a sweep reads."""
-  return _frames(workload, cotangent_bytes(workload))
+  return _frames(workload, cotangent=True)
 
 
-def _frames(workload: Workload, slot_bytes: int) -> StageCost:
-  """Bytes of an element, for all slots of all chunks."""
-  model = workload.model
-  heads = model.num_key_value_heads // workload.tensor
-  slots = workload.chunks * workload.chunk_tokens // workload.context
-  size = slot_bytes * model.num_blocks * slots * 2 * heads * model.head_dim
+def _frames(workload: Workload, *, cotangent: bool = False) -> StageCost:
+  """Counts all slots of all chunks once."""
+  slots = workload.chunks * workload.chunk_tokens
+  size = slot_bytes(workload, slots=slots, cotangent=cotangent)
   on_host = 0 if workload.slots_on_device else size
   return StageCost(memory_bytes=size, host_bytes=on_host)
 
@@ -85,11 +79,9 @@ def optimizer_cost(workload: Workload, target: Target) -> StageCost:
 def trained_elements(workload: Workload, target: Target) -> int:
   """Returns a device's part of the trained weights, without norms and such."""
   model = workload.model
-  full, layers = model.num_blocks, model.num_hidden_layers
+  layers = layers_of(workload, target)
   stacked = [
-      (full, attention_matrices(workload)),
-      (layers - full, delta_matrices(workload)),
-      (layers, feed_forward_matrices(workload, target)),
+      *((kind.times, kind.matrices) for kind in layers),
       (1, head_matrices(workload)),
   ]
   count = sum(

@@ -29,11 +29,13 @@ class Matrix(NamedTuple):
   d_out: int
   trained: bool
   stored_bytes: int  # of an element at rest
+  used_bytes: int  # of one in products, of their operands and results too
   parts: int  # that it is gathered from
   replicas: int  # devices whose gradients are added up
   cut: Literal["in", "out"] | None = None  # the axis that it is a part of
   cut_over: int = 1  # devices that have the other parts
   again: bool = True  # whether a backward pass needs the product again
+  constant: bool = False  # no gradient reaches its product, which is done once
   copies: int = 1  # like weights on the device: experts
   rows_per_token: int = 1  # products of a token with them
 
@@ -69,6 +71,7 @@ def linear(
       d_out=d_out // parts if cut == "out" else d_out,
       trained=workload.model.lora is None,
       stored_bytes=widths(workload.model).param,
+      used_bytes=widths(workload.model).narrow,
       parts=shards,
       replicas=shards,
       cut=cut,
@@ -85,7 +88,7 @@ def adapter(name: str, matrix: Matrix, workload: Workload) -> list[Matrix]:
   model's own axis lies in parts at rest, the other one does not.
   """
   lora = workload.model.lora
-  if lora is None or name not in lora.targets:
+  if lora is None or name not in workload.model.adapted:
     return []
   stored = widths(workload.model).trained
   factor = matrix._replace(trained=True, stored_bytes=stored)
@@ -106,7 +109,6 @@ def adapter(name: str, matrix: Matrix, workload: Workload) -> list[Matrix]:
 
 def product_cost(
     matrix: Matrix,
-    workload: Workload,
     *,
     tokens: int,
     calls: int,
@@ -116,33 +118,34 @@ def product_cost(
 
   Args:
     matrix: the weight.
-    workload: the sizes.
     tokens: that the device has in each call.
     calls: number of forwards that use the weight.
     pulled_back: whether each of them is done again and pulled back.
   """
-  width = widths(workload.model).narrow
+  width = matrix.used_bytes
+  pulled_back = pulled_back and not matrix.constant
   products = 1 + pulled_back * (matrix.again + 1 + matrix.trained)
   uses = calls * (1 + pulled_back)
   rows = calls * tokens * matrix.rows_per_token
   touched = rows * (matrix.d_in + matrix.d_out) + calls * matrix.size
   return StageCost(
       flops=products * 2 * rows * matrix.d_in * matrix.d_out,
-      memory_bytes=width * products * touched + uses * _staged(matrix, width),
+      memory_bytes=width * products * touched + uses * _staged(matrix),
       collective_bytes=uses * gathered(width * matrix.size, matrix.parts)
-      + calls * pulled_back * gradient_received(matrix, width)
+      + calls * pulled_back * gradient_received(matrix)
       + _partial_sums(matrix, width * rows, pulled_back),
   )
 
 
-def _staged(matrix: Matrix, width: int) -> float:
+def _staged(matrix: Matrix) -> float:
   """Bytes read at rest and written for use; none if it is used as it rests."""
-  if matrix.parts == 1 and matrix.stored_bytes == width:
+  if matrix.parts == 1 and matrix.stored_bytes == matrix.used_bytes:
     return 0
-  return matrix.size * (matrix.stored_bytes / matrix.parts + width)
+  element = matrix.stored_bytes / matrix.parts + matrix.used_bytes
+  return matrix.size * element
 
 
-def gradient_received(matrix: Matrix, width: int) -> float:
+def gradient_received(matrix: Matrix) -> float:
   """Returns the bytes received to add up the gradient of a segment.
 
   It ends in parts, as the weight does at rest, or whole on every device.
@@ -150,7 +153,7 @@ def gradient_received(matrix: Matrix, width: int) -> float:
   if not matrix.trained:
     return 0
   received = gathered if matrix.parts == matrix.replicas else reduced
-  return received(width * matrix.size, matrix.replicas)
+  return received(matrix.used_bytes * matrix.size, matrix.replicas)
 
 
 def _partial_sums(matrix: Matrix, row_bytes: int, pulled_back: bool) -> float:

@@ -17,20 +17,34 @@ from typing import NamedTuple
 
 from lstraw_jax.capacity.workload import Workload
 from lstraw_jax.roofline.widths import widths
-from pallas_kernels.prefix_attention import KEY_BLOCK
 
 
 class Keys(NamedTuple):
-  """Keys of one layer on one shard, summed over the segments that meet them.
+  """Slots of one layer that segments meet, striped over `context` by frames."""
 
-  A block of keys is read before it is known whether a query sees it, and scored
-  if one does.
-  """
-
-  read: int
-  scored: int
+  seen: tuple[int, ...]  # by the last query of each segment, over all shards
+  frame: int  # slots of a frame, over all shards
+  shards: int
+  room: int  # slots of a shard, filled or not
   sum_bytes: int  # of an element of their cotangent; 0: they are constants
   on_host: bool = False
+
+  @property
+  def filled(self) -> tuple[int, ...]:
+    """Those of `seen` on the first shard."""
+    share = self.frame // self.shards
+    frames = (divmod(seen, self.frame) for seen in self.seen)
+    return tuple(whole * share + min(rest, share) for whole, rest in frames)
+
+  def in_blocks(self, count: int, size: int) -> int:
+    """Returns the slots of the blocks that hold the first `count` of a shard.
+
+    Args:
+      count: of a shard's slots.
+      size: of a block, unless a shard has less room.
+    """
+    block = min(size, self.room)
+    return -(-count // block) * block
 
 
 class Segments(NamedTuple):
@@ -45,9 +59,10 @@ class Segments(NamedTuple):
 
 
 def segments_of(stage: str, workload: Workload) -> list[Segments]:
-  """Returns what a stage runs, as seen by the busiest shard.
+  """Returns what a stage runs.
 
-  That is the first one: the end of a prompt may leave others without a token.
+  The first shard is the busiest: the end of a prompt may leave others without a
+  token.
   """
   frames = range(workload.chunks)
   blocks = range(_blocks(workload))
@@ -74,16 +89,16 @@ def _chunks(
     workload: Workload, frames: Sequence[int], *, pulled_back: bool
 ) -> Segments:
   """Chunk i attends to itself and to the i chunks before it."""
-  size, shards = workload.chunk_tokens, workload.context
-  share, room = size // shards, workload.capacity // shards
-  last = workload.prompt_tokens - 1
-  own = [_in_blocks(min(last - i * size, share), share) for i in frames]
-  before = [_in_blocks(i * share, room) for i in frames]
+  size, last = workload.chunk_tokens, workload.prompt_tokens - 1
+  own = [min(last - i * size, size) for i in frames]
   return Segments(
       count=len(frames),
       tokens=size,
       pulled_back=pulled_back,
-      keys=(_own(workload, share, own), _prompt(workload, before)),
+      keys=(
+          _own(workload, size, own),
+          _prompt(workload, [i * size for i in frames]),
+      ),
   )
 
 
@@ -101,47 +116,49 @@ def _blocks_of_group(
 ) -> Segments:
   """Block j attends to itself, to the prompt, and to the j blocks before it."""
   group, size = workload.group_size, workload.block_tokens
-  share = size // workload.context
-  room = _blocks(workload) * share
+  real = [
+      max(min(workload.response_tokens - j * size, size), 0) for j in blocks
+  ]
   # Those of padding alone see nothing.
-  real = [min(workload.response_tokens - j * size, size) for j in blocks]
-  seeing = [j for j, tokens in zip(blocks, real, strict=True) if tokens > 0]
-  own = [_in_blocks(min(real[j], share), share) for j in seeing]
-  prompt = _in_blocks(_filled(workload), workload.capacity // workload.context)
+  earlier = [j * size * (tokens > 0) for j, tokens in enumerate(real)]
+  prompt = [(workload.prompt_tokens - 1) * (tokens > 0) for tokens in real]
   head = min(workload.update.replay.head_chunk_tokens, size)
-  idle = [0] * (len(blocks) - len(seeing))
   return Segments(
       count=group * len(blocks),
       tokens=size,
       pulled_back=pulled_back,
       keys=(
-          _own(workload, share, group * (own + idle)),
-          _prompt(workload, group * ([prompt] * len(seeing) + idle)),
+          _own(workload, size, group * real),
+          _prompt(workload, group * prompt),
           Keys(
-              read=group * len(blocks) * _in_blocks(room, room),
-              scored=group * sum(_in_blocks(j * share, room) for j in seeing),
+              seen=tuple(group * earlier),
+              frame=size,
+              shards=workload.context,
+              room=_blocks(workload) * size // workload.context,
               sum_bytes=widths(workload.model).wide,
           ),
       ),
-      head_chunks=group * sum(-(-real[j] // head) for j in seeing),
+      head_chunks=group * sum(-(-tokens // head) for tokens in real),
       head_tokens=head,
   )
 
 
-def _own(workload: Workload, share: int, scored: Sequence[int]) -> Keys:
+def _own(workload: Workload, size: int, seen: Sequence[int]) -> Keys:
   return Keys(
-      read=len(scored) * _in_blocks(share, share),
-      scored=sum(scored),
+      seen=tuple(seen),
+      frame=size,
+      shards=workload.context,
+      room=size // workload.context,
       sum_bytes=widths(workload.model).narrow,
   )
 
 
-def _prompt(workload: Workload, scored: Sequence[int]) -> Keys:
-  """Those of all slots are read, filled or not."""
-  room = workload.capacity // workload.context
+def _prompt(workload: Workload, seen: Sequence[int]) -> Keys:
   return Keys(
-      read=len(scored) * _in_blocks(room, room),
-      scored=sum(scored),
+      seen=tuple(seen),
+      frame=workload.chunk_tokens,
+      shards=workload.context,
+      room=workload.capacity // workload.context,
       sum_bytes=cotangent_bytes(workload) if workload.exact else 0,
       on_host=not workload.slots_on_device,
   )
@@ -151,19 +168,6 @@ def cotangent_bytes(workload: Workload) -> int:
   """Returns the bytes of an element of the sums over the prompt's slots."""
   narrow = workload.update.cotangent_dtype == "bfloat16"
   return 2 if narrow else widths(workload.model).wide
-
-
-def _in_blocks(filled: int, room: int) -> int:
-  """Returns the keys of the blocks that hold the first `filled` of `room`."""
-  block = min(KEY_BLOCK, room)
-  return -(-filled // block) * block
-
-
-def _filled(workload: Workload) -> int:
-  """Returns the slots of the first shard that the prompt fills."""
-  share = workload.chunk_tokens // workload.context
-  whole, rest = divmod(workload.prompt_tokens - 1, workload.chunk_tokens)
-  return whole * share + min(rest, share)
 
 
 def _blocks(workload: Workload) -> int:

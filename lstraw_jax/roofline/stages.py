@@ -1,15 +1,12 @@
 """The stages of an update, each as the sum of what its segments cost."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
 
 from lstraw_jax.capacity.stage_programs import stages_of
 from lstraw_jax.capacity.targets import Target
 from lstraw_jax.capacity.workload import Workload
-from lstraw_jax.roofline.attention import attention_cost
 from lstraw_jax.roofline.cost import StageCost, total
-from lstraw_jax.roofline.delta_rule import delta_cost
-from lstraw_jax.roofline.experts import exchange_cost
+from lstraw_jax.roofline.families import layers_of
 from lstraw_jax.roofline.kept import (
     boundaries_kept,
     boundaries_taken,
@@ -18,14 +15,8 @@ from lstraw_jax.roofline.kept import (
     optimizer_cost,
     slots_written,
 )
-from lstraw_jax.roofline.products import Matrix, product_cost
 from lstraw_jax.roofline.segments import Segments, segments_of
 from lstraw_jax.roofline.vocabulary import head_cost, look_up_cost
-from lstraw_jax.roofline.weights import (
-    attention_matrices,
-    delta_matrices,
-    feed_forward_matrices,
-)
 
 
 def estimate(workload: Workload, target: Target) -> dict[str, StageCost]:
@@ -79,41 +70,12 @@ def segments_cost(
     segments: Segments, workload: Workload, target: Target
 ) -> StageCost:
   """Counts all layers of some segments, both ends, and the gradients' sums."""
-  model = workload.model
-  full, layers = model.num_blocks, model.num_hidden_layers
-  feed_forward = list(
-      _products(feed_forward_matrices(workload, target), segments, workload)
+  layers = layers_of(workload, target)
+  return total(
+      [
+          look_up_cost(segments, workload),
+          *(kind.cost(segments, workload) for kind in layers),
+          head_cost(segments, workload),
+          gradient_sums_cost(segments, workload, target),
+      ]
   )
-  if model.moe is not None:
-    feed_forward.append(exchange_cost(segments, workload))
-  attention = [
-      *_products(attention_matrices(workload), segments, workload),
-      attention_cost(segments, workload),
-  ]
-  delta = [
-      *_products(delta_matrices(workload), segments, workload),
-      delta_cost(segments, workload),
-  ]
-  costs = [
-      look_up_cost(segments, workload),
-      total(feed_forward).repeated(layers),
-      total(attention).repeated(full),
-      total(delta).repeated(layers - full),
-      head_cost(segments, workload),
-      gradient_sums_cost(segments, workload, target),
-  ]
-  return total(costs)
-
-
-def _products(
-    matrices: Sequence[Matrix], segments: Segments, workload: Workload
-) -> Iterator[StageCost]:
-  """Of one layer: each device has its part of the tokens of a segment."""
-  for matrix in matrices:
-    yield product_cost(
-        matrix,
-        workload,
-        tokens=segments.tokens // workload.context,
-        calls=segments.count,
-        pulled_back=segments.pulled_back,
-    )

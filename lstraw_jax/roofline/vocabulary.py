@@ -41,13 +41,14 @@ def table_elements(workload: Workload) -> int:
 
 def head_matrices(workload: Workload) -> list[Matrix]:
   """Returns those of the head, which may be the table; `data` has parts."""
-  model = workload.model
+  model, width = workload.model, widths(workload.model)
   shards = workload.context * workload.tensor
   head = Matrix(
       d_in=model.hidden_size,
       d_out=model.vocab_size // shards,
       trained=model.lora is None,
-      stored_bytes=widths(model).param,
+      stored_bytes=width.param,
+      used_bytes=width.narrow,
       parts=workload.data,
       replicas=workload.data,
       cut="out",
@@ -55,7 +56,8 @@ def head_matrices(workload: Workload) -> list[Matrix]:
   )
   if model.tie_word_embeddings:
     return [head]
-  return [head, *adapter("lm_head", head, workload)]
+  wide = head._replace(used_bytes=width.wide)  # as its adapter works
+  return [head, *adapter("lm_head", wide, workload)]
 
 
 def head_cost(segments: Segments, workload: Workload) -> StageCost:
@@ -79,7 +81,6 @@ def head_cost(segments: Segments, workload: Workload) -> StageCost:
   products = (
       product_cost(
           matrix,
-          workload,
           tokens=segments.head_tokens,
           calls=segments.head_chunks,
           pulled_back=pulled,

@@ -24,6 +24,14 @@ REAL = [
     "--group_size=8",
     "--trainable=lora:16",
 ]
+GLM = [
+    "--model=glm-5.2",
+    "--target=h20-3e:32",
+    "--prompt_tokens=2097152",
+    "--response_tokens=1024",
+    "--group_size=2",
+    "--trainable=lora:8",
+]
 SMALL = ["--model=tiny", "--prompt_tokens=4097", "--chunk_tokens=512"]
 
 
@@ -46,6 +54,16 @@ def test_the_real_model_is_planned_without_a_device(tmp_path):
   assert found["device_bytes"] == 150_754_820_096
   assert found["costs"]["capture"]["flops"] > 1e17
   assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_so_is_one_of_another_family(tmp_path):
+  shown, found = plan(*GLM, out=tmp_path)
+  assert "FITS: peak" in shown
+  assert found["longest_prompt_tokens"] > 2_097_152
+  assert list(found["planned"]) == ["capture", "score", "replay", "optimizer"]
+  assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+  shown, _ = plan("--model=tiny-glm", "--target=cpu:8", out=tmp_path)
+  assert "the memory of cpu is not known" in shown
 
 
 def test_what_does_not_fit_is_said_with_what_would_help(tmp_path):
@@ -162,12 +180,13 @@ def test_the_real_model_keeps_its_promise_when_compiled(tmp_path):
         ("--mesh=rows=8", "want sizes of data, context and tensor"),
         ("--mesh=tensor=8", "so that no head is cut"),
         ("--promt_tokens=5", "promt_tokens"),
+        ("--model=tiny-glm --mesh=context=4,tensor=2", "mesh.tensor=2: want 1"),
     ],
 )
 def test_a_mistake_is_answered_in_a_line(tmp_path, flag, message):
   out = tmp_path / "out"
   binaries.expect_mistake(
-      command(*REAL, flag, f"--out={out}"), message, workdir=out
+      command(*REAL, *flag.split(), f"--out={out}"), message, workdir=out
   )
 
 

@@ -205,7 +205,11 @@ def test_every_gradient_is_that_of_one_device(x64, kind, sizes, exact):
 
 @pytest.mark.parametrize(
     "kind,sizes",
-    [("dense", (2, 4, 1)), ("moe", (1, 8, 1)), ("glm", (2, 4, 1))],
+    [
+        ("dense", (2, 4, 1)),
+        ("moe", (1, 8, 1)),
+        pytest.param("glm", (2, 4, 1), marks=pytest.mark.first_class),
+    ],
     ids=str,
 )
 def test_scores_and_samples_are_those_of_one_device(x64, kind, sizes):

@@ -1,6 +1,7 @@
 """The bytes that a plan counts are those of real arrays."""
 
 import dataclasses
+import itertools
 
 import jax
 import pytest
@@ -14,10 +15,19 @@ from lstraw_jax.prompt_state import empty_prompt_state
 from lstraw_jax.state_cotangent import zero_cotangent
 from lstraw_jax.train_state import make_train_state
 from lstraw_jax.update_config import UpdateConfig
+from modeling.decoder_config import LoraConfig
+from modeling.presets import preset
 from modeling.sharding import make_mesh
 from tests import tiny
 
 MESHES = [dict(), dict(context=8), dict(data=2, context=2, tensor=2)]
+GLM_MESHES = [dict(), dict(context=8), dict(data=2, context=4)]
+CASES = [
+    *itertools.product(["tiny", "tiny-moe"], MESHES),
+    *itertools.product(["tiny-glm"], GLM_MESHES),
+]
+# Those of GLM by default: experts have some.
+ADAPTERS = {"tiny-glm": LoraConfig(rank=2, alpha=4.0)}
 
 
 def workload(model="tiny", *, lora=None, cotangent_dtype="float32", **mesh):
@@ -49,13 +59,20 @@ def on_one_device(tree) -> int:
   )
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+@pytest.mark.parametrize("model, mesh", CASES, ids=str)
 @pytest.mark.parametrize(
-    "lora", [None, tiny.ALL_ADAPTERS], ids=["full", "lora"]
+    "trained, cotangent_dtype", [("full", "float32"), ("lora", "bfloat16")]
 )
-def test_they_are_those_of_real_arrays_to_the_byte(model, lora, mesh):
-  plan = workload(model, lora=lora, **mesh)
+def test_they_are_those_of_real_arrays_to_the_byte(
+    model, mesh, trained, cotangent_dtype
+):
+  lora = ADAPTERS.get(model, tiny.ALL_ADAPTERS)
+  plan = workload(
+      model,
+      lora=lora if trained == "lora" else None,
+      cotangent_dtype=cotangent_dtype,
+      **mesh,
+  )
   kept = kept_bytes(plan)
   policy = tiny.policy(plan.model, mesh=make_mesh(**mesh))
   prompt = empty_prompt_state(
@@ -65,7 +82,7 @@ def test_they_are_those_of_real_arrays_to_the_byte(model, lora, mesh):
       chunk_tokens=plan.chunk_tokens,
       batch=plan.data,
   )
-  cotangent = zero_cotangent(policy, prompt)
+  cotangent = zero_cotangent(policy, prompt, dtype=cotangent_dtype)
   state = make_train_state(
       policy,
       make_optimizer(plan.optimizer),
@@ -95,26 +112,40 @@ def test_bfloat16_sums_are_half_as_large():
   assert narrow.cotangent_slots * 2 == wide.cotangent_slots == 2 * wide.slots
 
 
-def test_a_token_of_the_27b_takes_65536_bytes():
-  from modeling.presets import preset
-
+@pytest.mark.parametrize(
+    "model, size",
+    [("qwen3.6-27b", 65_536), ("glm-5.2", 95_232), ("glm-5", 109_824)],
+)
+def test_a_token_of_a_real_model_takes_so_many_bytes(model, size):
   plan = dataclasses.replace(
       workload(),
-      model=preset("qwen3.6-27b"),
+      model=preset(model),
       prompt_tokens=1025,
       update=UpdateConfig(prompt_gradient="dropped", capture_chunk_tokens=1024),
   )
-  assert kept_bytes(plan).slots == 65_536 * 1024
+  assert kept_bytes(plan).slots == size * 1024
+
+
+def test_index_keys_have_no_cotangent():
+  plan = workload("tiny-glm", lora=ADAPTERS["tiny-glm"])
+  kept, model = kept_bytes(plan), plan.model
+  index_keys = 2 * model.num_indexers * model.index_head_dim * plan.capacity
+  assert index_keys > 0
+  assert kept.cotangent_slots == 2 * (kept.slots - index_keys)
 
 
 def test_a_mesh_that_does_not_fit_is_refused():
   with pytest.raises(ValueError, match=r"mesh\.tensor=4.*no head is cut"):
     kept_bytes(workload(tensor=4))
+  with pytest.raises(ValueError, match=r"mesh\.tensor=2: want 1.*one latent"):
+    kept_bytes(workload("tiny-glm", context=4, tensor=2))
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_shapes_are_laid_out_as_the_arrays_that_training_makes(mesh):
-  plan = workload(**mesh)
+@pytest.mark.parametrize(
+    "model, mesh", [case for case in CASES if case[0] != "tiny-moe"], ids=str
+)
+def test_shapes_are_laid_out_as_the_arrays_that_training_makes(model, mesh):
+  plan = workload(model, **mesh)
   programs = StagePrograms(plan, make_mesh(**mesh))
   policy = tiny.policy(plan.model, mesh=programs.mesh)
   prompt = empty_prompt_state(
@@ -136,9 +167,9 @@ def test_shapes_are_laid_out_as_the_arrays_that_training_makes(mesh):
       programs.gradients,
       programs.cotangent,
   )
-  assert jax.tree.structure(made) == jax.tree.structure(shapes)
-  for array, shape in zip(
-      jax.tree.leaves(made), jax.tree.leaves(shapes), strict=True
-  ):
+  # Not their structures: each model has partial functions of its own.
+  leaves = map(jax.tree_util.tree_leaves_with_path, (made, shapes))
+  for (path, array), (same, shape) in zip(*leaves, strict=True):
+    assert path == same
     assert (array.shape, array.dtype) == (shape.shape, shape.dtype)
     assert array.sharding.is_equivalent_to(shape.sharding, array.ndim)
