@@ -73,7 +73,9 @@ def read_frame(
 
     return jax.tree.map(take, slots)
 
-  return take_frame(slots, frame)
+  # Read for good: XLA would read some of it again after the slots were written
+  # to, and keep a copy of them all for that.
+  return jax.lax.optimization_barrier(take_frame(slots, frame))
 
 
 def _start(x, index, axis):

@@ -60,7 +60,7 @@ class SoftmaxMoE(nnx.Module):
         mesh=mesh,
         rngs=rngs,
     )
-    self.rule = partial(softmax, per_token=moe.num_experts_per_tok)
+    self.per_token = moe.num_experts_per_tok
 
   @typed
   def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -68,7 +68,8 @@ class SoftmaxMoE(nnx.Module):
     x = constrain(x, self.mesh, _TOKENS)
     gate = jax.nn.sigmoid(self.shared_expert_gate(x))
     logits = x @ gather(self.gate[...].astype(x.dtype), self.mesh, _GATE)
-    weights, experts = choose(self.rule, logits, None, mesh=self.mesh)
+    rule = partial(softmax, per_token=self.per_token)
+    weights, experts = choose(rule, logits, None, mesh=self.mesh)
     # transformers rounds these weights, and not those of a sigmoid router.
     weights = weights.astype(x.dtype)
     routed = self.experts(x, weights=weights, experts=experts)

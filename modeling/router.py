@@ -47,11 +47,9 @@ class SigmoidRouter(nnx.Module):
     self.e_score_correction_bias = param(
         jnp.zeros(experts, dtype), _BIAS, kind=Buffer
     )
-    self.rule = partial(
-        sigmoid,
-        per_token=config.num_experts_per_tok,
-        scale=config.routed_scaling_factor,
-    )
+    # Not as a partial: two models would be unequal, and compiled for apart.
+    self.per_token = config.num_experts_per_tok
+    self.scale = config.routed_scaling_factor
 
   @typed
   def __call__(
@@ -64,7 +62,8 @@ class SigmoidRouter(nnx.Module):
     # that would choose other experts.
     logits = jnp.dot(x, kernel, precision=jax.lax.Precision.HIGHEST)
     bias = self.e_score_correction_bias[...].astype(x.dtype)
-    return choose(self.rule, logits, recorded, bias, mesh=self.mesh)
+    rule = partial(sigmoid, per_token=self.per_token, scale=self.scale)
+    return choose(rule, logits, recorded, bias, mesh=self.mesh)
 
 
 def choose(

@@ -8,7 +8,7 @@ from lstraw_jax.capacity.memory_plan import plan_memory
 from lstraw_jax.capacity.workload import Workload
 from modeling.decoder_config import LoraConfig
 
-_LONGEST = 1 << 40  # tokens: further than any machine goes
+_LONGEST = (1 << 31) - 1  # tokens: positions are int32
 
 
 class Advice(NamedTuple):

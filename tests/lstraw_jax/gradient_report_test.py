@@ -96,7 +96,11 @@ def flat(leaves, belongs):
 
 
 @pytest.mark.parametrize(
-    "config,named", [(CONFIG, NAMED), (GLM, NAMED_GLM)], ids=["dense", "glm"]
+    "config,named",
+    [
+        pytest.param(CONFIG, NAMED, id="dense"),
+        pytest.param(GLM, NAMED_GLM, id="glm", marks=pytest.mark.first_class),
+    ],
 )
 def test_rows_are_what_numpy_says(x64, config, named):
   rows = reported(config)

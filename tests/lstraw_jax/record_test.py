@@ -19,6 +19,8 @@ from modeling.layer_state import Record
 from modeling.sharding import make_mesh
 from tests import tiny
 
+pytestmark = pytest.mark.first_class
+
 TOLERANCE = 1e-11
 CONFIG = tiny.config("tiny-glm")
 PROMPT = tiny.tokens(38)

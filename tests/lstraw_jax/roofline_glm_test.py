@@ -47,8 +47,8 @@ pytestmark = pytest.mark.first_class
 
 LORA = LoraConfig(rank=8, alpha=8.0)  # experts and head too
 
-# Positions, norms, the largest log-sum-exp.
-LINKS = 1e-2
+# Positions, thresholds, norms: measured 5e-4, with `data` above 1 8e-3.
+LINKS, LINKS_OF_DATA = 1e-3, 1e-2
 
 
 def workload(
@@ -161,7 +161,7 @@ def test_shards_have_equal_parts_and_receive_what_is_counted(stage, lora):
 def test_so_they_do_on_two_axes(stage):
   cut = workload(mesh=(2, 4), lora=LORA)
   check_products(stage, cut)
-  check_links(stage, cut, LINKS)
+  check_links(stage, cut, LINKS_OF_DATA)
 
 
 @pytest.mark.parametrize("name", ["tiny-glm", "glm-5.2", "glm-5"])

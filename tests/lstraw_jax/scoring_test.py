@@ -75,7 +75,12 @@ def oracle(name, branches):
 
 
 @pytest.mark.parametrize(
-    "name,block_tokens", [("tiny", 7), ("tiny-moe", 64), ("tiny-glm", 7)]
+    "name,block_tokens",
+    [
+        ("tiny", 7),
+        ("tiny-moe", 64),
+        pytest.param("tiny-glm", 7, marks=pytest.mark.first_class),
+    ],
 )
 def test_ragged_responses_score_as_in_one_pass(x64, name, block_tokens):
   branches = tiny.branches(tiny.group(PROMPT, LENGTHS))

@@ -132,7 +132,9 @@ def test_a_loss_against_the_policy_s_own_log_probs_is_refused(x64):
     )
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-glm"])
+@pytest.mark.parametrize(
+    "name", ["tiny", pytest.param("tiny-glm", marks=pytest.mark.first_class)]
+)
 def test_a_witness_of_the_whole_prompt_is_the_oracle(x64, name):
   """To the last bit: it is the same program on the same arrays."""
   old = tiny.policy(tiny.config(name))

@@ -186,6 +186,7 @@ def assert_right(ours, state, x, recorded=None):
   )
 
 
+@pytest.mark.first_class
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("shape", [ONE, *MESHES])
 def test_any_mesh_gives_what_a_loop_over_tokens_gives(x64, shape, load):
