@@ -62,7 +62,8 @@ def glm_moe_dsa_arrays(
 ) -> float:
   """Returns the bytes of all of them, each as often as it is counted."""
   sizes = _sizes(model, workload, segment)
-  return float(np.dot(sizes, _BACKWARD if segment.backward else _FORWARD))
+  counted = np.dot(sizes, _BACKWARD if segment.backward else _FORWARD)
+  return float(counted) + _staged_bytes(model, workload, segment)
 
 
 def _sizes(
@@ -86,6 +87,19 @@ def _sizes(
       layer=_layer_bytes(model, workload),
       table=table_bytes(workload),
   )
+
+
+def _staged_bytes(
+    model: GlmMoeDsaConfig, workload: Workload, segment: Segment
+) -> float:
+  """Returns those of a layer's latents, and their sums, out of host memory."""
+  if workload.slots_on_device:
+    return 0
+  itemsize = model.activation_dtype.itemsize
+  if segment.backward and workload.exact:
+    narrow = workload.update.cotangent_dtype == "bfloat16"
+    itemsize += 2 if narrow else wide_dtype(model.dtype).itemsize
+  return workload.capacity / workload.context * model.latent_dim * itemsize
 
 
 def _entries(

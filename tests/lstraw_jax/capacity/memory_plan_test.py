@@ -141,6 +141,20 @@ def test_it_agrees_with_the_compiler(name):
   assert in_band(ratio)
 
 
+def test_a_layer_of_latents_comes_out_of_host_memory():
+  """2,097,152 slots over 32 devices, 576 numbers each."""
+  model = preset("glm-5.2").replace(lora=LORA)
+  temporaries = {}
+  for kind in ("device", "pinned_host"):
+    made = workload(prompt_gradient="exact", memory_kind=kind)
+    made = dataclasses.replace(
+        made, model=model, context=32, tensor=1, data=1, prompt_tokens=2097152
+    )
+    temporaries[kind] = plan_memory(made).stages["capture"].temporaries
+  staged = temporaries["pinned_host"] - temporaries["device"]
+  assert staged == 2097152 // 32 * 576 * 2
+
+
 def test_temporaries_of_a_real_model_are_those_that_were_compiled():
   """GLM-5.2 for 32 H20-3e by jax 0.10.2; replay took the same when dropped."""
   model = preset("glm-5.2").replace(lora=LORA)
