@@ -155,6 +155,7 @@ def test_a_restored_state_is_the_saved_one_bit_for_bit(tmp_path, config):
   assert restored.key.dtype == saved.key.dtype
 
 
+@pytest.mark.first_class
 @pytest.mark.parametrize("config", [GLM, GLM_ADAPTED], ids=["all", "adapters"])
 def test_routers_stay_wide_and_their_biases_as_they_were(tmp_path, config):
   """Where all other weights are bfloat16, and whatever is trained."""

@@ -153,7 +153,7 @@ EVERY_CELL = [
 # Its heads share a latent, so that no device has a part of them: `tensor` is 1.
 GLM_MESHES = ((1, 8, 1), (2, 4, 1), (1, 2, 1), (1, 4, 1))
 EVERY_CELL += [("glm", sizes, sizes[1] > 2) for sizes in GLM_MESHES]
-SOME_CELLS = ("moe", (1, 8, 1)), ("dense", (2, 2, 2)), ("glm", (1, 8, 1))
+SOME_CELLS = ("moe", (1, 8, 1)), ("dense", (2, 2, 2))
 
 
 @pytest.mark.parametrize(

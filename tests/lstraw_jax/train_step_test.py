@@ -200,6 +200,7 @@ def test_prompts_of_one_turn_are_those_of_turns_of_their_own(x64):
     np.testing.assert_allclose(ours, wanted.tokens[name], rtol=1e-11)
 
 
+@pytest.mark.first_class
 @pytest.mark.parametrize("which", ["dropped", "exact"])
 def test_an_update_of_sparse_attention_is_that_of_its_stages(x64, which):
   """And trains all that a loss reaches: no indexer, and no router's bias."""
