@@ -20,7 +20,6 @@ from lstraw_jax.prompt_state import (
 )
 from lstraw_jax.rollouts import BranchBatch
 from modeling.layer_state import (
-    NOTHING_RECORDED,
     Prefix,
     Record,
     Recurrent,
@@ -37,7 +36,7 @@ class Block(NamedTuple):
   targets: jax.Array  # [B, C] int32
   valid: jax.Array  # [B, C] bool
   loss_mask: jax.Array  # [B, C] bool
-  record: Record | None  # [B, C, l, ...] int32: what is to be chosen
+  record: Record  # [B, C, l, ...] int32: what is to be chosen
 
 
 # `run_block` with its settings bound.
@@ -116,9 +115,7 @@ def run_block(
       positions_BT=positions_BT,
       prefixes=prefixes,
       recurrent=recurrent,
-      record=jax.tree.map(
-          lambda x: jnp.moveaxis(x, 2, 0), block.record or NOTHING_RECORDED
-      ),
+      record=jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), block.record),
   )
   scores = token_log_probs(
       model,

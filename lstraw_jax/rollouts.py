@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from modeling.layer_state import Record
+from modeling.layer_state import NOTHING_RECORDED, Record
 from modeling.sharding import to_mesh
 
 
@@ -26,7 +26,7 @@ class Rollout:
   loss_mask: np.ndarray  # [R] bool, False on tokens a tool or user wrote
   # What the sampler chose where it drew each token, [R, l, ...] int32: to be
   # chosen again instead of anew, so that trainer and sampler agree.
-  record: Record | None = None
+  record: Record = NOTHING_RECORDED
 
   def __post_init__(self):
     arrays = {"log_probs": self.log_probs, "loss_mask": self.loss_mask}
@@ -36,7 +36,7 @@ class Rollout:
             f"{name}.shape={array.shape}: wanted {self.tokens.shape}, one"
             " element per token"
         )
-    for name, array in (self.record or Record())._asdict().items():
+    for name, array in self.record._asdict().items():
       if array is not None and (
           array.ndim != 3 or len(array) != self.tokens.size
       ):
@@ -85,7 +85,7 @@ class BranchBatch:
   old_log_probs: jax.Array | None  # [B, G, R] float32, of targets; 0 on padding
   ref_log_probs: jax.Array | None  # [B, G, R] float32, of targets
   advantages: jax.Array  # [B, G] float32
-  record: Record | None = None  # [B, G, R, l, ...] int32, of inputs
+  record: Record = NOTHING_RECORDED  # [B, G, R, l, ...] int32, of inputs
 
 
 def to_branch_batch(
@@ -186,9 +186,9 @@ def _log_probs(group: RolloutGroup) -> list[np.ndarray]:
   return rows
 
 
-def _record(groups, padded) -> Record | None:
+def _record(groups, padded) -> Record:
   """Returns what was chosen for the responses, if it was recorded."""
-  records = [r.record or Record() for group in groups for r in group.rollouts]
+  records = [r.record for group in groups for r in group.rollouts]
   found = {}
   for name in Record._fields:
     has = [getattr(record, name) is not None for record in records]
@@ -202,7 +202,7 @@ def _record(groups, padded) -> Record | None:
           getattr(r.record, name) for r in group.rollouts
       ]
       found[name] = padded(of_group, np.int32)
-  return Record(**found) if found else None
+  return Record(**found)
 
 
 def _pad(rows: Sequence[np.ndarray], length: int) -> np.ndarray:

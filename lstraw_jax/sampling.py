@@ -26,7 +26,7 @@ from lstraw_jax.prompt_state import (
     next_positions,
 )
 from lstraw_jax.rollouts import Rollout
-from modeling.layer_state import NOTHING_RECORDED, Record, SegmentDelta
+from modeling.layer_state import Record, SegmentDelta
 from modeling.sharding import replicate
 from pallas_kernels.shapes import wide_dtype
 
@@ -198,7 +198,7 @@ def to_rollouts(
             reward=float(reward),
             log_probs=host.log_probs[index, :length],
             loss_mask=np.ones((length,), bool),
-            record=row if jax.tree.leaves(row) else None,
+            record=row,
         )
     )
   return tuple(rollouts)
@@ -206,9 +206,7 @@ def to_rollouts(
 
 def _chosen(delta: SegmentDelta, place, config: SamplingConfig) -> Record:
   """Returns what is to be kept of the choices for a token, [B G, l, ...]."""
-  if not config.record:
-    return NOTHING_RECORDED
-  if delta.record is None:
+  if config.record and not jax.tree.leaves(delta.record):
     raise ValueError(
         f"record={config.record}: want (), since this model chooses nothing"
         " that could be recorded"

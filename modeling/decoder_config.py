@@ -129,6 +129,20 @@ class DecoderConfig(abc.ABC):
   def to_hf(self) -> dict[str, Any]:
     """Returns the `config.json` of a text-only checkpoint."""
 
+  def same_in_file(self, *left_out: str) -> dict[str, Any]:
+    """Returns the fields that `config.json` has as they are.
+
+    Raises:
+      ValueError: if `rope.inv_freq` is given, which no such file can hold.
+    """
+    if self.rope.inv_freq is not None:
+      raise ValueError(
+          "rope.inv_freq has no place in config.json, and transformers makes"
+          " its own table: export with rope.inv_freq=None"
+      )
+    names = (field.name for field in dataclasses.fields(self))
+    return {n: getattr(self, n) for n in names if n not in left_out}
+
 
 def refuse_other_values(
     source: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]

@@ -223,16 +223,7 @@ class GlmMoeDsaConfig(DecoderConfig):
     Raises:
       ValueError: if `rope.inv_freq` is given, which no such file can hold.
     """
-    if self.rope.inv_freq is not None:
-      raise ValueError(
-          "rope.inv_freq has no place in config.json, and transformers makes"
-          " its own table: export with rope.inv_freq=None"
-      )
-    same = {
-        field.name: getattr(self, field.name)
-        for field in dataclasses.fields(self)
-        if field.name not in _NOT_FROM_FILE
-    }
+    same = self.same_in_file(*_NOT_FROM_FILE)
     assumed = {name: values[0] for name, values in _REQUIRED.items()}
     implied = {name: values[0] for name, values in self._implied().items()}
     dense = itertools.takewhile("dense".__eq__, self.mlp_layer_types)

@@ -118,8 +118,7 @@ class Indexer(nnx.Module):
     weights = self.heads**-0.5 * wide(self.weights_proj(x_BTD))
 
     def on_shard(q, weights, positions, key, prefixes, index):
-      gather = partial(_gather, axis=1)
-      q, weights, asked = gather(q), gather(weights), gather(positions)
+      q, weights, asked = map(_of_all_shards, (q, weights, positions))
       found = [
           index_topk(
               q,
@@ -173,8 +172,7 @@ def recall(
   """
 
   def on_shard(selections, positions, prefixes):
-    asked = _gather(positions, axis=1)
-    wanted = _gather(selections, axis=1)
+    asked, wanted = map(_of_all_shards, (positions, selections))
     found = [
         look_up(wanted, q_positions=asked, k_positions=stored)
         for stored in [positions, *(x.positions for x in prefixes)]
@@ -210,5 +208,5 @@ def _choice(slots, counts) -> Choice:
   )
 
 
-def _gather(x, *, axis):
-  return jax.lax.all_gather(x, "context", axis=axis, tiled=True)
+def _of_all_shards(x_BT):
+  return jax.lax.all_gather(x_BT, "context", axis=1, tiled=True)

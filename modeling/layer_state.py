@@ -118,12 +118,14 @@ class SegmentDelta:
   slots: Slots  # [L, B, T, ...]: the segment's own
   recurrent: Recurrent  # after the segment's last valid token
   sinks: tuple[Slots | None, ...]  # those of its prefixes, handed through
-  record: Record | None = None  # what was chosen for it
+  record: Record = NOTHING_RECORDED  # what was chosen for it
 
   @property
   def learned(self) -> "SegmentDelta":
     """What gradients reach."""
-    return dataclasses.replace(self, slots=self.slots.learned, record=None)
+    return dataclasses.replace(
+        self, slots=self.slots.learned, record=NOTHING_RECORDED
+    )
 
 
 def with_sink(prefix: Prefix, sink: Slots | None) -> Prefix:

@@ -165,7 +165,7 @@ class Qwen3_5(Decoder):
     Raises:
       ValueError: if a choice is given.
     """
-    if record != NOTHING_RECORDED:
+    if jax.tree.leaves(record):
       raise ValueError("record: Qwen3.5 replays no choices; want none")
     # On every shard: each layer asks where its rows begin and end.
     valid_BT = constrain(positions_BT >= 0, self.mesh, ("batch", None))

@@ -213,16 +213,7 @@ class Qwen3_5Config(DecoderConfig):
     Raises:
       ValueError: if `rope.inv_freq` is given, which no such file can hold.
     """
-    if self.rope.inv_freq is not None:
-      raise ValueError(
-          "rope.inv_freq has no place in config.json, and transformers makes"
-          " its own table: export with rope.inv_freq=None"
-      )
-    same = {
-        field.name: getattr(self, field.name)
-        for field in dataclasses.fields(self)
-        if field.name not in (*_NOT_FROM_FILE, "intermediate_size")
-    }
+    same = self.same_in_file(*_NOT_FROM_FILE, "intermediate_size")
     family = "Qwen3_5" if self.moe is None else "Qwen3_5Moe"
     feed_forward = {"intermediate_size": self.intermediate_size}
     if self.moe is not None:

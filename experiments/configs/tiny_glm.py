@@ -10,20 +10,13 @@ from typing import Any
 
 import ml_collections
 
-from experiments.configs import base
+from experiments.configs import tiny
 
 
 def get_config() -> ml_collections.ConfigDict:
-  """Returns the settings."""
-  config: Any = base.get_config()
+  """Returns the settings: those of tiny.py, of a shorter prompt."""
+  config: Any = tiny.get_config()
   config.model.preset = "tiny-glm"
   config.data.prompt_tokens = 1024
-  config.sampling.max_tokens = 32
-  config.optimizer.learning_rate = 1e-2
-  config.train.steps = 60
   config.train.capture_chunk_tokens = 256
-  config.train.head_chunk_tokens = 64
-  config.train.response_multiple = 32
-  config.refresh.witness_tokens = 256
-  config.checkpoint.every_steps = 10
   return config

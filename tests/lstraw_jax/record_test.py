@@ -15,7 +15,7 @@ from lstraw_jax.rollouts import Rollout, RolloutGroup
 from lstraw_jax.sampling import SamplingConfig, sample, to_rollouts
 from lstraw_jax.scoring import log_probs_behind
 from modeling import checkpoint_names
-from modeling.layer_state import Record
+from modeling.layer_state import NOTHING_RECORDED, Record
 from modeling.sharding import make_mesh
 from tests import tiny
 
@@ -88,6 +88,7 @@ def replayed(mesh, group):
 
 def none(record):
   del record
+  return NOTHING_RECORDED
 
 
 def other_experts(record):
@@ -152,7 +153,7 @@ def test_scores_choose_as_replay_does(x64):
 def test_one_kind_of_choice_can_be_recorded_alone(x64):
   record = drawn("one", record=("experts",)).rollouts[0].record
   assert record.selections is None and record.experts is not None
-  assert drawn("one", record=()).rollouts[0].record is None
+  assert drawn("one", record=()).rollouts[0].record == NOTHING_RECORDED
 
 
 def test_what_a_model_does_not_choose_is_not_recorded():
@@ -200,7 +201,7 @@ def test_a_record_of_some_responses_alone_is_refused(x64):
   first, second = drawn("one").rollouts
   group = dataclasses.replace(
       drawn("one"),
-      rollouts=(first, dataclasses.replace(second, record=None)),
+      rollouts=(first, dataclasses.replace(second, record=NOTHING_RECORDED)),
   )
   with pytest.raises(ValueError, match="on 1 of 2 responses"):
     tiny.branches(group)

@@ -112,7 +112,8 @@ def test_top_p_draws_from_the_smallest_set_that_reaches_it(x64, top_p):
 def test_a_response_ends_with_its_first_stop_token(x64):
   drawn = samples(MANY)
   assert 0 < drawn.stopped.sum() < len(drawn.stopped)
-  for tokens, log_probs, length, stopped in zip(*drawn, strict=True):
+  rows = (drawn.tokens, drawn.log_probs, drawn.lengths, drawn.stopped)
+  for tokens, log_probs, length, stopped in zip(*rows, strict=True):
     is_stop = np.isin(tokens[:length], STOPS)
     assert is_stop[:-1].sum() == 0 and is_stop[-1] == stopped
     assert stopped or length == MANY.max_tokens
@@ -139,8 +140,13 @@ def test_prompts_of_a_batch_are_sampled_as_each_alone(x64):
   both = draw(capture(policy(), prompts, chunk_tokens=8), keys)
   for row, prompt in enumerate(prompts):
     alone = draw(tiny.captured(policy(), prompt), keys[row : row + 1])
-    for ours, theirs in zip(both, alone, strict=True):
-      np.testing.assert_allclose(ours[row], theirs[0], atol=1e-11, rtol=0)
+    jax.tree.map(
+        lambda ours, theirs, row=row: np.testing.assert_allclose(
+            ours[row], theirs[0], atol=1e-11, rtol=0
+        ),
+        both,
+        alone,
+    )
   assert (both.tokens[0] != both.tokens[1]).any(1).all()
 
 
