@@ -114,17 +114,31 @@ def _model_config(config) -> DecoderConfig:
     model = load_config(config.model.checkpoint, **changes)
   else:
     model = preset(config.model.preset).replace(**changes)
-  if config.model.latent_norm_eps is not None:
-    if not isinstance(model, GlmMoeDsaConfig):
-      raise ValueError(
-          f"model.latent_norm_eps={config.model.latent_norm_eps}: leave it out,"
-          " since only GLM-5 has norms of latents"
-      )
-    model = model.replace(latent_norm_eps=config.model.latent_norm_eps)
-  if model.lora is None and model.param_dtype == "bfloat16":
+  model = _with_own_settings(model, config)
+  if model.trained is nnx.Param and model.param_dtype == "bfloat16":
     raise ValueError(
         "model.param_dtype='bfloat16': full training in bfloat16 weights would"
         " lose small updates. Set model.param_dtype=float32 (activations stay"
         " in model.dtype), or train adapters with lora.rank"
     )
   return model
+
+
+def _with_own_settings(model, config):
+  """Returns the model with settings that only GLM-5 has."""
+  if config.model.latent_norm_eps is not None:
+    _check_is_glm(
+        model,
+        f"model.latent_norm_eps={config.model.latent_norm_eps}",
+        "norms of latents",
+    )
+    model = model.replace(latent_norm_eps=config.model.latent_norm_eps)
+  if config.train.get("indexers", False):  # of supervised training
+    _check_is_glm(model, "train.indexers=True", "indexers")
+    model = model.replace(train_indexers=True)
+  return model
+
+
+def _check_is_glm(model, setting, what):
+  if not isinstance(model, GlmMoeDsaConfig):
+    raise ValueError(f"{setting}: leave it out, since only GLM-5 has {what}")

@@ -43,6 +43,8 @@ def describe(config: Any) -> str:
   """Returns what a run does, in a line."""
   source = config.data.sequences or f"{config.data.prompt_tokens}-token windows"
   model = config.model.checkpoint or config.model.preset
+  if config.train.indexers:
+    model = f"indexers of {model}"
   return (
       f"{model}, {source}, {config.train.prompts_per_step} an update, seed"
       f" {config.seed}"

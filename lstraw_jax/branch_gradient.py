@@ -110,7 +110,8 @@ def add_branch_gradient(
 
   nothing = StateCotangent(
       slots=jax.tree.map(
-          lambda x: jnp.zeros_like(wide(x)), branch.slots.learned
+          lambda x: jnp.zeros_like(wide(x)),
+          branch.slots.learned(policy.config.trained),
       ),
       recurrent=jax.tree.map(jnp.zeros_like, branch.recurrent),
   )

@@ -15,7 +15,7 @@ from modeling.models import Model
 class Policy:
   """Weights of a model, split once at load.
 
-  Only adapters are trained if the model has any, else every weight is.
+  The model's configuration says which kind of them is trained.
   """
 
   trainable: nnx.State  # weights that get a gradient
@@ -44,6 +44,5 @@ class Policy:
 
 def make_policy(model: Model) -> Policy:
   """Splits a model into trained and frozen weights; no array is copied."""
-  kind = nnx.Param if model.config.lora is None else nnx.LoRAParam
-  graphdef, trainable, frozen = nnx.split(model, kind, ...)
+  graphdef, trainable, frozen = nnx.split(model, model.config.trained, ...)
   return Policy(trainable=trainable, frozen=frozen, graphdef=graphdef)

@@ -41,12 +41,17 @@ from lstraw_jax.segment_gradient import pull_back_segment
 from lstraw_jax.state_cotangent import StateCotangent
 from lstraw_jax.stripes import read_frame
 from modeling.layer_state import Prefix, Recurrent
+from modeling.parameter import IndexerParam
 from modeling.sharding import replicate, to_mesh
 from pallas_kernels.shapes import wide_dtype
 
 
 class PromptLoss(NamedTuple):
-  """A loss on the prompts' own tokens: - sum_t weight_t log_prob_t."""
+  """A loss on the prompts' own tokens: - sum_t weight_t log_prob_t.
+
+  That of indexers, for a policy that trains them: the sum over layers of what
+  `modeling/indexer_loss.py` gives, with the weight of the token that is next.
+  """
 
   weights: Sequence[np.ndarray]  # of each prompt, [P]; x_1 has none: 0
   head_chunk_tokens: int
@@ -166,9 +171,11 @@ def pull_back_chunk(
 ) -> tuple[nnx.State, StateCotangent, jax.Array]:
   """Pulls the cotangent of the state behind a chunk back to that before it."""
   mesh = policy.mesh
+  of_indexers = policy.config.trained is IndexerParam
 
   def segment(model, prefixes, recurrent):
-    hidden, delta = model(
+    run = partial(model, indexer_loss=True) if of_indexers else model
+    hidden, delta = run(
         tokens,
         positions_BT=_positions(prompt, frame),
         prefixes=prefixes,
@@ -176,6 +183,8 @@ def pull_back_chunk(
     )
     if labels is None:
       return jnp.zeros_like(total), delta, None
+    if of_indexers:
+      return (labels.weights * delta.indexer_loss).sum(), delta, None
     scores = token_log_probs(
         model,
         hidden,

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from lstraw_jax.stripes import write_frame
@@ -231,14 +232,16 @@ def append_to_branch(
   )
 
 
-def zero_sums(state: PromptState, *, dtype: jnp.dtype) -> Slots:
-  """Returns zeros for what gradients reach of a state's slots, as they lie."""
-  learned = state.slots.learned
+def zero_sums(
+    state: PromptState, kind: type[nnx.Variable], *, dtype: jnp.dtype
+) -> Slots:
+  """Returns zeros, laid out as what gradients of such weights come through."""
+  learned = state.slots.learned(kind)
   space = jax.typeof(jax.tree.leaves(learned)[0]).memory_space
   on_host = space == jax.memory.Space.Host
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), learned)
-  kind = "pinned_host" if on_host else "device"
-  return _empty_prefix(shapes, state.mesh, kind).slots
+  memory = "pinned_host" if on_host else "device"
+  return _empty_prefix(shapes, state.mesh, memory).slots
 
 
 def next_positions(

@@ -28,6 +28,7 @@ from lstraw_jax.policy import Policy
 from lstraw_jax.prompt_state import PromptState
 from lstraw_jax.rollouts import BranchBatch
 from lstraw_jax.state_cotangent import StateCotangent
+from modeling.parameter import IndexerParam
 from modeling.sharding import replicate
 from pallas_kernels.shapes import wide_dtype
 
@@ -97,7 +98,16 @@ def replay(
     config: settings.
     progress: called from the running program after each branch; a part of
       the compiled program, so pass the same callable each time.
+
+  Raises:
+    ValueError: for a policy that trains indexers, which learn from a loss on
+      sequences alone.
   """
+  if policy.config.trained is IndexerParam:
+    raise ValueError(
+        "train_indexers=True: want False, since no loss of a response reaches"
+        " an indexer. Train indexers on sequences, by `sft_step`"
+    )
   prompt = jax.lax.stop_gradient(prompt)
   group_size = branches.inputs.shape[1]
 

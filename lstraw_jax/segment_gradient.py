@@ -70,7 +70,7 @@ def pull_back_segment(
     model = policy.replace(trainable=trainable).model
     taps = tuple(map(with_sink, prefixes, sinks))
     loss, delta, kept = segment(model, taps, recurrent)
-    return (loss, delta.learned), kept
+    return (loss, delta.learned(policy.config.trained)), kept
 
   # Their values are never read, so that the compiler makes no such arrays.
   sinks = jax.tree.map(lambda x: put_like(jnp.zeros(x.shape, x.dtype), x), sums)

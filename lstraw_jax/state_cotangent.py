@@ -52,7 +52,9 @@ def zero_cotangent(
   )
   return StateCotangent(
       slots=zero_sums(
-          prompt, dtype=wide if dtype == "float32" else jnp.dtype(dtype)
+          prompt,
+          policy.config.trained,
+          dtype=wide if dtype == "float32" else jnp.dtype(dtype),
       ),
       recurrent=jax.tree.map(zeros, prompt.recurrent, axes),
   )

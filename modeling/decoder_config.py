@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 
@@ -94,6 +95,11 @@ class DecoderConfig(abc.ABC):
     if self.lora is None:
       return ()
     return self.lora.targets or self.ADAPTED_NAMES
+
+  @property
+  def trained(self) -> type[nnx.Variable]:
+    """The kind of the weights that are trained: all, or adapters alone."""
+    return nnx.Param if self.lora is None else nnx.LoRAParam
 
   @property
   def activation_dtype(self) -> jnp.dtype:

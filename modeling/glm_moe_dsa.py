@@ -8,6 +8,7 @@ pass uses that of the forward, which is kept, and does not choose again. No
 weight or state is ever written in a forward.
 """
 
+import dataclasses
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from jax.sharding import Mesh
 from modeling.decoder import Decoder
 from modeling.glm_moe_dsa_config import GlmMoeDsaConfig, Group
 from modeling.indexer import CHOICE, Choice, Chosen, recall
+from modeling.indexer_loss import indexer_loss
 from modeling.layer_state import (
     NOTHING_RECORDED,
     LatentState,
@@ -46,6 +48,7 @@ class Segment(NamedTuple):
   positions: jax.Array  # [B, T] int32
   rotation: Rotation
   prefixes: tuple[Prefix, ...]
+  indexer_loss: bool  # is it wanted?
 
   def handing(self, sinks: Sinks) -> "Segment":
     """Returns the segment with the sinks that a layer hands through."""
@@ -103,7 +106,7 @@ class DecoderLayer(nnx.Module):
   ) -> LayerOutput:
     """Runs the layer from where it is known what each token attends to."""
     with jax.named_scope("mla"):
-      mixed, latent, sinks = self.self_attn(
+      mixed, latent, latent_sinks = self.self_attn(
           normed_BTD,
           query_latent_BTZ,
           rotation=segment.rotation,
@@ -119,6 +122,7 @@ class DecoderLayer(nnx.Module):
       else:
         fed, chosen = self.mlp(normed_BTD, experts)
     x_BTD = constrain(x_BTD + fed, self.mesh, ("batch", "time", None))
+    sinks = _handed(segment.prefixes, latent=latent_sinks)
     return LayerOutput(x_BTD, sinks, latent, chosen)
 
 
@@ -161,8 +165,8 @@ class FullLayer(DecoderLayer):
       index: jax.Array,
       selection: jax.Array | None,
       experts: jax.Array | None,
-  ) -> tuple[LayerOutput, jax.Array, Chosen]:
-    """Returns also its index keys [B,T,K] and its choice.
+  ) -> tuple[LayerOutput, jax.Array, Chosen, jax.Array | None]:
+    """Returns also index keys [B,T,K], choice, and indexer's loss [B,T].
 
     Args:
       x_BTD: the segment.
@@ -176,7 +180,7 @@ class FullLayer(DecoderLayer):
     query_latent = self.self_attn.query_latent(normed)
     indexer = self.self_attn.indexer
     assert indexer is not None, "made with one"
-    key = indexer.keys(normed, segment.rotation)
+    key = indexer.keys(jax.lax.stop_gradient(normed), segment.rotation)
     if selection is None:
       chosen = indexer(
           normed,
@@ -203,7 +207,21 @@ class FullLayer(DecoderLayer):
         choice=chosen.choice,
         experts=experts,
     )
-    return output, key, chosen
+    if not segment.indexer_loss:
+      return output, key, chosen, None
+    loss, key_sinks = indexer_loss(
+        self.self_attn,
+        normed,
+        query_latent,
+        key,
+        rotation=segment.rotation,
+        prefixes=segment.prefixes,
+        layer=number,
+        index=index,
+        choice=chosen.choice,
+    )
+    sinks = _handed(segment.handing(output.sinks).prefixes, index_key=key_sinks)
+    return output._replace(sinks=sinks), key, chosen, loss
 
 
 class Run(nnx.Module):
@@ -230,6 +248,7 @@ class RunOutput(NamedTuple):
   latent: jax.Array  # [L, B, T, Z + K]
   index_key: jax.Array  # [B, T, K]
   selection: jax.Array  # [B, T, J] int32
+  indexer_loss: jax.Array | None  # [B, T], if it is wanted
   experts: jax.Array | None  # [l, B, T, A] int32, of its layers with experts
 
 
@@ -264,6 +283,7 @@ class GlmMoeDsa(Decoder):
       prefixes: tuple[Prefix, ...],
       recurrent: Recurrent,
       record: Record = NOTHING_RECORDED,
+      indexer_loss: bool = False,
   ) -> tuple[jax.Array, SegmentDelta]:
     """Runs a segment that follows a state.
 
@@ -277,6 +297,7 @@ class GlmMoeDsa(Decoder):
       recurrent: None: there is no such state.
       record: what to choose, of an earlier forward or of another engine; by
         default the model chooses.
+      indexer_loss: also compute what trains the indexers.
 
     Returns:
       The hidden states [B,T,D] after the last norm, and what the segment adds,
@@ -290,7 +311,7 @@ class GlmMoeDsa(Decoder):
         head_dim=self.config.qk_rope_head_dim,
         dtype=x_BTD.dtype,
     )
-    segment = Segment(positions_BT, by, prefixes)
+    segment = Segment(positions_BT, by, prefixes, indexer_loss)
     sinks = tuple(prefix.sink for prefix in prefixes)
     outputs, index, sparse = [], 0, 0
     for group, runs in zip(self.config.groups, self.runs, strict=True):
@@ -303,6 +324,7 @@ class GlmMoeDsa(Decoder):
       sparse += group.runs * group.sparse_per_run
     join = lambda parts: jnp.concatenate(list(parts))
     experts = [x.experts for x in outputs if x.experts is not None]
+    losses = [x.indexer_loss for x in outputs if x.indexer_loss is not None]
     delta = SegmentDelta(
         slots=LatentState(
             latent=join(x.latent for x in outputs),
@@ -314,6 +336,7 @@ class GlmMoeDsa(Decoder):
             selections=join(x.selection for x in outputs),
             experts=join(experts) if experts else None,
         ),
+        indexer_loss=join(losses).sum(0) if losses else None,
     )
     return self.norm(x_BTD), delta
 
@@ -354,7 +377,7 @@ def _run_group(
 
   def run_step(carry, inputs):
     (x_BTD, sinks), (run, number, index, wanted) = carry, inputs
-    output, index_key, chosen = full_step(
+    output, index_key, chosen, loss = full_step(
         x_BTD, sinks, run.full_layer, number, index, wanted
     )
     carry = output.x, output.sinks
@@ -386,6 +409,7 @@ def _run_group(
         latent=jnp.concatenate(latents),
         index_key=index_key,
         selection=chosen.positions,
+        indexer_loss=loss,
         experts=jnp.concatenate(experts) if experts else None,
     )
 
@@ -398,6 +422,17 @@ def _run_group(
   return *carry, output._replace(
       latent=flat(output.latent),
       experts=None if output.experts is None else flat(output.experts),
+  )
+
+
+def _handed(
+    prefixes: tuple[Prefix, ...], **sinks: tuple[jax.Array | None, ...]
+) -> Sinks:
+  """Returns the sinks of prefixes with a leaf as a layer hands it on."""
+  ((name, leaves),) = sinks.items()
+  return tuple(
+      prefix.sink and dataclasses.replace(prefix.sink, **{name: leaf})
+      for prefix, leaf in zip(prefixes, leaves, strict=True)
   )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
 from modeling.decoder_config import (
@@ -15,6 +16,7 @@ from modeling.decoder_config import (
     require_fields,
 )
 from modeling.layer_state import LatentState
+from modeling.parameter import IndexerParam
 
 _ROPE = RopeConfig(rope_theta=8e6, partial_rotary_factor=1.0)
 
@@ -59,7 +61,9 @@ class GlmMoeDsaConfig(DecoderConfig):
   A layer attends to the tokens that an indexer chooses: its own, if its entry
   in `indexer_types` is "full", or that of the last such layer before it, if it
   is "shared". `latent_norm_eps` is that of the norms of both latents: 1e-6 in
-  transformers, 1e-5 in vLLM and SGLang; no file tells it.
+  transformers, 1e-5 in vLLM and SGLang; no file tells it. `train_indexers`
+  trains the indexers alone, by a loss of their own, and keeps their weights in
+  float32 or wider.
   """
 
   ADAPTED_NAMES: ClassVar[tuple[str, ...]] = (
@@ -86,6 +90,7 @@ class GlmMoeDsaConfig(DecoderConfig):
   mlp_layer_types: tuple[str, ...]  # "dense" or "sparse", of each layer
   rms_norm_eps: float = 1e-5
   latent_norm_eps: float = 1e-6
+  train_indexers: bool = False
   rope: RopeConfig = _ROPE
 
   def __post_init__(self):
@@ -108,11 +113,21 @@ class GlmMoeDsaConfig(DecoderConfig):
         )
     if self.tie_word_embeddings:
       raise ValueError("tie_word_embeddings=True: want False; the head is one")
+    if self.train_indexers and self.lora is not None:
+      raise ValueError(
+          f"lora={self.lora}: want None with train_indexers=True, which trains"
+          " no adapter"
+      )
     if self.indexer_types[0] != "full":
       raise ValueError(
           f"indexer_types={self.indexer_types}: want 'full' for the first"
           " layer, which has no other's choice to share"
       )
+
+  @property
+  def trained(self) -> type[nnx.Variable]:
+    """The kind of the weights that are trained."""
+    return IndexerParam if self.train_indexers else super().trained
 
   @property
   def qk_head_dim(self) -> int:
@@ -216,9 +231,9 @@ class GlmMoeDsaConfig(DecoderConfig):
     """Returns the `config.json` of a checkpoint.
 
     `from_hf` gives back this configuration, but for `dtype`, `param_dtype`,
-    `lora` and `latent_norm_eps`, which it does not read from a file. The
-    context window is not a field here: it is written as the 1,048,576 of
-    GLM-5.2. Token ids are left to `generation_config.json`.
+    `lora`, `latent_norm_eps` and `train_indexers`, which it does not read from
+    a file. The context window is not a field here: it is written as the
+    1,048,576 of GLM-5.2. Token ids are left to `generation_config.json`.
 
     Raises:
       ValueError: if `rope.inv_freq` is given, which no such file can hold.
@@ -255,7 +270,9 @@ class GlmMoeDsaConfig(DecoderConfig):
     }
 
 
-_NOT_FROM_FILE = ("dtype", "param_dtype", "lora", "rope", "latent_norm_eps")
+_NOT_FROM_FILE = (
+    "dtype", "param_dtype", "lora", "rope", "latent_norm_eps", "train_indexers",
+)  # fmt: skip
 _SCHEDULES = ("indexer_types", "mlp_layer_types")
 
 # What the model takes for granted; a file that says otherwise is refused.

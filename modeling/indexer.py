@@ -2,7 +2,8 @@
 
 A layer that has one scores every stored key for every query and keeps the best
 `index_topk`, over all shards of `context`: a choice. The layers after it that
-have none are handed the same choice. Of it nothing is ever differentiated.
+have none are handed the same choice. Of it nothing is ever differentiated: an
+indexer learns from a loss of its own, see `indexer_loss.py`.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from modeling.rope import Rotation, rotate_interleaved
 from modeling.sharding import spec
 from pallas_kernels.constant import constant
 from pallas_kernels.index_topk import choose, index_topk, look_up
-from pallas_kernels.shapes import wide
+from pallas_kernels.shapes import wide, wide_dtype
 
 CHOICE = "choice"  # what jax.checkpoint is told to keep, not to choose again
 
@@ -71,6 +72,9 @@ class Indexer(nnx.Module):
     self.heads, self.size = config.index_n_heads, config.index_head_dim
     self.topk = config.index_topk
     hidden, latent = config.hidden_size, config.q_lora_rank
+    if config.train_indexers:
+      dtype = wide_dtype(config.param_dtype)
+      config = config.replace(param_dtype=str(dtype))
     linear = partial(
         Linear,
         axes=("embed", None),
@@ -90,6 +94,14 @@ class Indexer(nnx.Module):
     """Returns the index keys [B,T,K] of a layer's normed input."""
     key_BTHK = self.k_norm(self.wk(x_BTD))[:, :, None]
     return rotate_interleaved(key_BTHK, rotation)[:, :, 0]
+
+  def queries(
+      self, x_BTD: jax.Array, latent_BTZ: jax.Array, rotation: Rotation
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the heads' queries [B,T,I,K], and weights [B,T,I] float32."""
+    q = self.wq_b(latent_BTZ).reshape(*x_BTD.shape[:2], self.heads, self.size)
+    weights = self.heads**-0.5 * wide(self.weights_proj(x_BTD))
+    return rotate_interleaved(q, rotation), weights
 
   def __call__(
       self,
@@ -113,9 +125,7 @@ class Indexer(nnx.Module):
       prefixes: what it follows.
       index: [] int32, number of this layer among those with an indexer.
     """
-    q = self.wq_b(latent_BTZ).reshape(*x_BTD.shape[:2], self.heads, self.size)
-    q = rotate_interleaved(q, rotation)
-    weights = self.heads**-0.5 * wide(self.weights_proj(x_BTD))
+    q, weights = self.queries(x_BTD, latent_BTZ, rotation)
 
     def on_shard(q, weights, positions, key, prefixes, index):
       q, weights, asked = map(_of_all_shards, (q, weights, positions))

@@ -11,9 +11,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from modeling.decoder_config import DecoderConfig
+from modeling.parameter import IndexerParam
 from modeling.sharding import Axes, sharding, spec
 
 POSITION_AXES: Axes = ("batch", "slots")
@@ -29,9 +31,9 @@ class KvState:
   k: jax.Array  # [L, B, S, N, K] model dtype, after norm and rope
   v: jax.Array  # [L, B, S, N, K] model dtype
 
-  @property
-  def learned(self) -> "KvState":
-    """What gradients reach: all of it."""
+  def learned(self, kind: type[nnx.Variable]) -> "KvState":
+    """Returns what gradients of such weights come through: all of it."""
+    del kind
     return self
 
 
@@ -42,12 +44,18 @@ class LatentState:
 
   AXES: ClassVar[Axes] = ("layers", "batch", "slots", None)
 
-  latent: jax.Array  # [L, B, S, Z + K] model dtype: normed latent, roped key
+  # In what gradients come through, the other one is None.
+  latent: jax.Array | None  # [L, B, S, Z + K] model dtype: latent, roped key
   index_key: jax.Array | None  # [l, B, S, K] model dtype, after norm and rope
 
-  @property
-  def learned(self) -> "LatentState":
-    """What gradients reach: not the index keys, as a choice has none."""
+  def learned(self, kind: type[nnx.Variable]) -> "LatentState":
+    """Returns what gradients of such weights come through.
+
+    Those of an indexer come through the index keys alone, and those of all
+    other weights through the latents, since a choice has no gradient.
+    """
+    if kind is IndexerParam:
+      return LatentState(latent=None, index_key=self.index_key)
     return LatentState(latent=self.latent, index_key=None)
 
 
@@ -84,7 +92,7 @@ class Prefix:
 
   slots: Slots  # stacked over the layers that have them
   positions: jax.Array  # [B, S] int32, -1 = empty slot
-  sink: Slots | None = None  # as `slots.learned`, in the dtype of the sums
+  sink: Slots | None = None  # as `slots.learned()`, in the dtype of the sums
 
   @property
   def specs(self) -> Any:
@@ -119,12 +127,14 @@ class SegmentDelta:
   recurrent: Recurrent  # after the segment's last valid token
   sinks: tuple[Slots | None, ...]  # those of its prefixes, handed through
   record: Record = NOTHING_RECORDED  # what was chosen for it
+  indexer_loss: jax.Array | None = None  # [B, T] nats, summed over layers
 
-  @property
-  def learned(self) -> "SegmentDelta":
-    """What gradients reach."""
-    return dataclasses.replace(
-        self, slots=self.slots.learned, record=NOTHING_RECORDED
+  def learned(self, kind: type[nnx.Variable]) -> "SegmentDelta":
+    """Returns what gradients of such weights come through."""
+    return SegmentDelta(
+        slots=self.slots.learned(kind),
+        recurrent=self.recurrent,
+        sinks=self.sinks,
     )
 
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from modeling.glm_moe_dsa_config import GlmMoeDsaConfig
 from modeling.indexer import Choice, Indexer, choice_specs
-from modeling.layer_state import LatentState, Prefix
+from modeling.layer_state import Prefix
 from modeling.linear import Linear
 from modeling.norm import RMSNorm
 from modeling.rope import Rotation, rotate_interleaved
@@ -93,8 +93,8 @@ class MLA(nnx.Module):
       prefixes: Sequence[Prefix],
       layer: jax.Array,
       choice: Choice,
-  ) -> tuple[jax.Array, jax.Array, tuple[LatentState | None, ...]]:
-    """Returns the output [B,T,D], the segment's latents, and the sinks.
+  ) -> tuple[jax.Array, jax.Array, tuple[jax.Array | None, ...]]:
+    """Returns the output [B,T,D], the segment's latents, and their sinks.
 
     Args:
       x_BTD: the layer's input, normed.
@@ -104,24 +104,26 @@ class MLA(nnx.Module):
       layer: [] int32, number of this layer.
       choice: what each token attends to.
     """
-    latent = self._latent(x_BTD, rotation)
-    query = self._absorbed_query(query_latent_BTZ, rotation)
+    latent = self.latents(x_BTD, rotation)
+    query = self.absorbed_query(query_latent_BTZ, rotation)
     out, sinks = self._attend(query, latent, tuple(prefixes), layer, choice)
     return self._output(out.astype(x_BTD.dtype)), latent, sinks
 
-  def _latent(self, x_BTD, rotation):
-    """[latent after its norm | rope key]: what is stored of a token."""
+  def latents(self, x_BTD: jax.Array, rotation: Rotation) -> jax.Array:
+    """Returns [latent after its norm | rope key], what is stored of a token."""
     rank = self.config.kv_lora_rank
     both = self.kv_a_proj_with_mqa(x_BTD)
     rope_key = rotate_interleaved(both[:, :, None, rank:], rotation)[:, :, 0]
     latent = self.kv_a_layernorm(both[..., :rank])
     return jnp.concatenate([latent, rope_key], -1)
 
-  def _absorbed_query(self, query_latent, rotation):
+  def absorbed_query(
+      self, query_latent_BTZ: jax.Array, rotation: Rotation
+  ) -> jax.Array:
     """Returns [B,T,H,Z+K], which meets latents and rope keys as they are."""
     nope, _ = self._key_sizes
-    shape = (*query_latent.shape[:2], -1, self.config.qk_head_dim)
-    q = self.q_b_proj(query_latent).reshape(shape)
+    shape = (*query_latent_BTZ.shape[:2], -1, self.config.qk_head_dim)
+    q = self.q_b_proj(query_latent_BTZ).reshape(shape)
     q, q_rope = q[..., :nope], rotate_interleaved(q[..., nope:], rotation)
     kernel, adapter = self._up(slice(nope), q.dtype)
     absorbed = jnp.einsum("bthn,zhn->bthz", q, kernel)
@@ -195,9 +197,7 @@ class MLA(nnx.Module):
             counts=counts[0, ..., 0],
         )
         parts.append(part)
-        sinks.append(
-            None if sink is None else LatentState(latent=sink, index_key=None)
-        )
+        sinks.append(sink)
       out = merge_shards(merge(parts), axis_name="context")
       return out, tuple(sinks[1:])
 

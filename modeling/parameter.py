@@ -15,7 +15,7 @@ STACK_AXIS = "layers"  # logical name of the axis that stacks like layers
 
 
 class IndexerParam(nnx.Variable):
-  """A weight of an indexer, which no loss of the decoder trains."""
+  """A weight of an indexer, which only a loss of its own trains."""
 
 
 class Buffer(nnx.Variable):

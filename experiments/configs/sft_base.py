@@ -35,4 +35,6 @@ def get_config() -> ml_collections.ConfigDict:
   config.train = ml_collections.ConfigDict()
   for name in _OF_TRAIN:
     config.train[name] = shared.train[name]
+  # Of GLM: train the indexers alone, to score as their attention weighs.
+  config.train.indexers = False
   return config.lock()

@@ -13,8 +13,8 @@ from lstraw_jax.capacity.segment_arrays import (
 )
 from lstraw_jax.capacity.workload import Workload
 from modeling.glm_moe_dsa_config import GlmMoeDsaConfig
+from pallas_kernels.entries import ENTRY_TILE
 from pallas_kernels.index_topk import KEY_TILE
-from pallas_kernels.latent_attention import ENTRY_TILE
 from pallas_kernels.query_tiles import QUERY_TILE
 from pallas_kernels.shapes import wide_dtype
 

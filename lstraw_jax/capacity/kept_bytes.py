@@ -71,7 +71,7 @@ def slot_bytes(
     narrow = workload.update.cotangent_dtype == "bfloat16"
     shapes = jax.tree.map(
         lambda x: x.update(dtype=jnp.bfloat16) if narrow else _widened(x),
-        shapes.learned,
+        shapes.learned(workload.model.trained),
     )
   mesh = _mesh((workload.data, workload.context, workload.tensor))
   return sum(shard_bytes(x, shapes.AXES, mesh) for x in jax.tree.leaves(shapes))

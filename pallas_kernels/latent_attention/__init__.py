@@ -3,4 +3,6 @@
 from pallas_kernels.latent_attention.api import (
     latent_attention as latent_attention,
 )
-from pallas_kernels.latent_attention.xla import ENTRY_TILE as ENTRY_TILE
+from pallas_kernels.latent_attention.api import (
+    latent_attention_weights as latent_attention_weights,
+)

@@ -61,12 +61,7 @@ def latent_attention(
   Source: Multi-head Latent Attention of DeepSeek-V2 (arXiv 2405.04434), with
     the up-projections absorbed.
   """
-  batch, rows = q.shape[0], latents.shape[1]
-  if batch % rows:
-    raise ValueError(
-        f"q.shape={q.shape} has {batch} rows: want a multiple of the {rows}"
-        f" latent rows of latents.shape={latents.shape}"
-    )
+  _check_rows(q, latents)
   if not 1 <= value_dim <= q.shape[3]:
     raise ValueError(
         f"value_dim={value_dim}: want one in [1, {q.shape[3]}], the entries of"
@@ -80,15 +75,74 @@ def latent_attention(
   # Cotangents are summed over the mesh here, and not for every tile; those of a
   # sink that was threaded through an earlier layer, there.
   q, sink = vary_like((q, sink), q, latents, slots, counts)
+  by_row = lambda x: x.reshape(latents.shape[1], -1, *x.shape[2:])
   out, lse, sink = attend(
-      q.reshape(rows, -1, *q.shape[2:]),
+      by_row(q),
       latents,
       sink,
-      slots.reshape(rows, -1, slots.shape[2]),
-      counts.reshape(rows, -1),
+      by_row(slots),
+      by_row(counts),
       layer,
       scale,
       value_dim,
   )
   out = out.reshape(*q.shape[:3], value_dim)
   return Partial(out, lse.reshape(q.shape[:3])), sink
+
+
+@typed
+def latent_attention_weights(
+    q: Float[Array, "B T H K"],
+    latents: Float[Array, "L M S K"],
+    lse: Float[Array, "B T H"],
+    *,
+    layer: Int[Array, ""],
+    slots: Int[Array, "B T J"],
+    counts: Int[Array, "B T"],
+    scale: float,
+    implementation: Implementation = None,
+) -> Float[Array, "B T J"]:
+  """Returns the weight of each entry, averaged over the heads.
+
+      w_tj = mean_h exp(scale q_th.c_j - lse_th),   j < counts_t
+
+  It is a constant for gradients.
+
+  Args:
+    q: as in `latent_attention`, like the others.
+    latents: of all layers.
+    lse: log-sum-exp of the scores, over whatever the weights are shared among:
+      those of all sources and shards.
+    layer: which of the layers.
+    slots: what each query attends to.
+    counts: how many of them.
+    scale: factor on the scores.
+    implementation: as in `latent_attention`.
+
+  Returns:
+    The weights, in the dtype of `lse`; from counts on they are 0.
+
+  Raises:
+    ValueError: if B is no multiple of M.
+  """
+  _check_rows(q, latents)
+  if not slots.shape[2]:
+    return jnp.zeros(slots.shape, lse.dtype)
+  weights = reference.weights if implementation == "reference" else xla.weights
+  q, latents, lse = jax.lax.stop_gradient((q, latents, lse))
+  by_row = lambda x: x.reshape(latents.shape[1], -1, *x.shape[2:])
+  found = weights(
+      *(by_row(q), latents, by_row(lse), by_row(slots), by_row(counts)),
+      layer,
+      scale,
+  )
+  return found.reshape(slots.shape)
+
+
+def _check_rows(q, latents):
+  batch, rows = q.shape[0], latents.shape[1]
+  if batch % rows:
+    raise ValueError(
+        f"q.shape={q.shape} has {batch} rows: want a multiple of the {rows}"
+        f" latent rows of latents.shape={latents.shape}"
+    )

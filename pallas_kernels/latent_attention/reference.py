@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.prefix_attention import reference
+from pallas_kernels.shapes import wide
 
 
 def attend(
@@ -35,6 +36,34 @@ def attend(
 
   out, lse = jax.vmap(one_query, in_axes=1, out_axes=1)(q_BTHK, mask_BTS)
   return out, lse, sink
+
+
+def weights(
+    q_BTHK: jax.Array,
+    latents_LBSK: jax.Array,
+    lse_BTH: jax.Array,
+    slots_BTJ: jax.Array,
+    counts_BT: jax.Array,
+    layer: jax.Array,
+    scale: float,
+) -> jax.Array:
+  """Returns the weights [B,T,J], averaged over heads."""
+  scores_BTHS = scale * jnp.einsum(
+      "bthk,bsk->bths", wide(q_BTHK), wide(latents_LBSK[layer])
+  )
+  slots_BTJ, real_BTJ = mask_entries(slots_BTJ, counts_BT)
+  scores_BTHJ = jnp.take_along_axis(scores_BTHS, slots_BTJ[:, :, None], -1)
+  weights_BTJ = jnp.exp(scores_BTHJ - lse_BTH[..., None]).mean(2)
+  return jnp.where(real_BTJ, weights_BTJ, 0.0).astype(lse_BTH.dtype)
+
+
+def mask_entries(
+    slots_BTJ: jax.Array, counts_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the slots, 0 from counts on, and which are before."""
+  entry = jnp.arange(slots_BTJ.shape[2], dtype=jnp.int32)
+  real_BTJ = entry[None, None] < counts_BT[..., None]
+  return jnp.where(real_BTJ, slots_BTJ, 0), real_BTJ
 
 
 def _mask(slots_BTJ, counts_BT, length):

@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import query_tiles
+from pallas_kernels.entries import Entries
 from pallas_kernels.padding import pad_to_multiple
 from pallas_kernels.prefix_attention import Partial, merge
 from pallas_kernels.shapes import wide_dtype
 from pallas_kernels.staging import layer_stack, put_layer
 from pallas_kernels.varying import vary_like
-
-ENTRY_TILE = 128  # gathered are [QUERY_TILE, ENTRY_TILE, K]: 18 MiB for K = 576
 
 
 def _attend(
@@ -39,7 +38,7 @@ def _attend(
 
     def of_tile(tile):
       row, q_THK, slots_TJ, counts_T = tile
-      entries = _Entries(slots_TJ, counts_T)
+      entries = Entries(slots_TJ, counts_T)
 
       def step(number, total):
         slots, mask = entries.load(number)
@@ -93,7 +92,7 @@ def _backward(scale, value_dim, kept, cotangents):
 
     def of_tile(sums, tile):
       row, q_THK, slots_TJ, counts_T, d_out_THV, lse_TH, rest_TH = tile
-      entries = _Entries(slots_TJ, counts_T)
+      entries = Entries(slots_TJ, counts_T)
 
       def step(number, carry):
         d_q, sums = carry
@@ -131,25 +130,39 @@ def _backward(scale, value_dim, kept, cotangents):
     return query_tiles.join(d_q, q_BTHK), None, sums, None, None, None
 
 
+def weights(
+    q_BTHK: jax.Array,
+    latents_LBSK: jax.Array,
+    lse_BTH: jax.Array,
+    slots_BTJ: jax.Array,
+    counts_BT: jax.Array,
+    layer: jax.Array,
+    scale: float,
+) -> jax.Array:
+  """Returns the weights [B,T,J], averaged over heads."""
+  with jax.named_scope("latent_attention_weights"):
+    stack, index = layer_stack(latents_LBSK, layer)
+
+    def of_tile(tile):
+      row, q_THK, lse_TH, slots_TJ, counts_T = tile
+
+      def value(slots, mask):
+        latents = _gather(stack, index, row, slots)
+        scores = _scores(q_THK, latents, mask, scale, lse_TH.dtype)
+        return _weights(scores, lse_TH).mean(1)
+
+      nothing = jnp.zeros(slots_TJ.shape, lse_TH.dtype)
+      nothing = vary_like(nothing, q_THK, slots_TJ)
+      return Entries(slots_TJ, counts_T).map(value, nothing)
+
+    tiles = query_tiles.key_rows(q_BTHK), *map(
+        query_tiles.split, (q_BTHK, lse_BTH, slots_BTJ, counts_BT)
+    )
+    return query_tiles.join(jax.lax.map(of_tile, tiles), q_BTHK)
+
+
 attend = jax.custom_vjp(_attend, nondiff_argnums=(6, 7))
 attend.defvjp(_forward, _backward)
-
-
-class _Entries:
-  """What a tile of queries attends to, [T, ENTRY_TILE] at a time."""
-
-  def __init__(self, slots_TJ, counts_T):
-    self.size = min(ENTRY_TILE, slots_TJ.shape[1])
-    self.slots = pad_to_multiple(slots_TJ, self.size, axis=1)
-    self.counts = counts_T
-    self.steps = (counts_T.max() + self.size - 1) // self.size
-
-  def load(self, number):
-    """Returns the slots, and which of them are attended to."""
-    start = number * self.size
-    slots = jax.lax.dynamic_slice_in_dim(self.slots, start, self.size, axis=1)
-    entry = start + jnp.arange(self.size, dtype=jnp.int32)
-    return slots, entry[None] < self.counts[:, None]
 
 
 def _gather(stack_LBSK, layer, row, slots_TJ):

@@ -5,6 +5,7 @@ import pytest
 from experiments.configs import base, sft, sft_base, tiny
 from experiments.settings import read_settings
 from experiments.sft_settings import read_sft_settings
+from modeling.parameter import IndexerParam
 
 
 def config(**changes):
@@ -25,6 +26,15 @@ def config(**changes):
         ({"train__cotangent_dtype": "int8"}, "cotangent_dtype='int8'"),
         ({"capture__boundary_every": 0}, "boundary_every=0"),
         ({"state__memory_kind": "disk"}, "memory_kind='disk': want"),
+        ({"train__indexers": True}, "train.indexers=True: leave it out"),
+        (
+            {
+                "train__indexers": True,
+                "model__preset": "tiny-glm",
+                "lora__rank": 2,
+            },
+            r"lora=.*: want None with train_indexers=True",
+        ),
         ({"mesh__context": 3}, "axis 'embed' of 64 does not divide over 3"),
         (
             {"mesh__data": 2, "train__prompts_per_step": 3},
@@ -51,6 +61,15 @@ def test_every_setting_reaches_the_update():
   assert (read.tape.boundary_every, read.tape.memory_kind) == (3, "pinned_host")
   assert (read.memory_kind, read.cotangent_dtype) == ("pinned_host", "bfloat16")
   assert (read.capture_chunk_tokens, read.head_chunk_tokens) == (32, 16)
+
+
+def test_training_indexers_takes_no_other_weight():
+  """The rest may then be in bfloat16, which full training refuses."""
+  given = dict(model__preset="tiny-glm", model__param_dtype="bfloat16")
+  with pytest.raises(ValueError, match="param_dtype='bfloat16'"):
+    read_sft_settings(config(**given))
+  model = read_sft_settings(config(**given, train__indexers=True)).model
+  assert model.trained is IndexerParam
 
 
 @pytest.mark.parametrize(

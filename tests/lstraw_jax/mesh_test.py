@@ -108,7 +108,9 @@ def replayed(kind: str, sizes: tuple[int, int, int], *, exact: bool) -> Found:
     if exact:
       for leaf, of_state in zip(
           jax.tree.leaves((found.cotangent.slots, found.cotangent.recurrent)),
-          jax.tree.leaves((prompt.slots.learned, prompt.recurrent)),
+          jax.tree.leaves(
+              (prompt.slots.learned(policy.config.trained), prompt.recurrent)
+          ),
           strict=True,
       ):
         assert leaf.sharding.is_equivalent_to(of_state.sharding, leaf.ndim)

@@ -174,7 +174,9 @@ def prompt_term(policy: Policy, given: Sequences):
     )
     # Stored keys are constants: as sinks they have a gradient.
     prefix = Prefix(
-        delta.slots, positions[:, :filled], sink=delta.slots.learned
+        delta.slots,
+        positions[:, :filled],
+        sink=delta.slots.learned(policy.config.trained),
     )
     hidden, _ = policy.model(
         given.tokens[:, filled:-1],

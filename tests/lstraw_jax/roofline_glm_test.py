@@ -32,8 +32,8 @@ from lstraw_jax.update_config import UpdateConfig
 from modeling.decoder_config import LoraConfig
 from modeling.models import parameter_count
 from modeling.presets import preset
+from pallas_kernels.entries import ENTRY_TILE
 from pallas_kernels.index_topk import KEY_TILE
-from pallas_kernels.latent_attention import ENTRY_TILE
 from pallas_kernels.query_tiles import QUERY_TILE
 from tests.lstraw_jax.roofline_test import (
     ALL,

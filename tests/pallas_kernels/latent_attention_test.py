@@ -14,10 +14,12 @@ from jax.sharding import PartitionSpec
 from modeling.sharding import make_mesh
 from pallas_kernels import latent_attention as op
 from pallas_kernels import prefix_attention
+from pallas_kernels.entries import ENTRY_TILE
 from pallas_kernels.query_tiles import QUERY_TILE
 from tests import programs
 
 FLOAT64_TOLERANCE = 1e-12
+FLOAT32_TOLERANCE = 1e-5  # of weights, of which the largest are 1
 BF16_TOLERANCE = 4e-2  # outputs are averages of values of size 1
 SCALE = 0.3
 VALUE_DIM = 10
@@ -58,6 +60,20 @@ def attend(q, latents, slots, counts, *, sink=None, implementation=None):
       counts=counts,
       scale=SCALE,
       value_dim=VALUE_DIM,
+      implementation=implementation,
+  )
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def weights_of(q, latents, slots, counts, lse, *, implementation=None):
+  return op.latent_attention_weights(
+      q,
+      latents,
+      lse,
+      layer=jnp.int32(LAYER),
+      slots=slots,
+      counts=counts,
+      scale=SCALE,
       implementation=implementation,
   )
 
@@ -169,8 +185,8 @@ def test_what_no_query_needs_is_not_gathered():
   order = jnp.arange(400, dtype=jnp.int32)
   inputs["slots"] = jnp.broadcast_to(order, inputs["slots"].shape)
   first = QUERY_TILE
-  inputs["counts"] = inputs["counts"].at[:, :first].set(op.ENTRY_TILE)
-  broken = inputs["latents"].at[:, :, op.ENTRY_TILE :].set(jnp.nan)
+  inputs["counts"] = inputs["counts"].at[:, :first].set(ENTRY_TILE)
+  broken = inputs["latents"].at[:, :, ENTRY_TILE:].set(jnp.nan)
   sums = jnp.zeros_like(broken)
   d_q, _ = gradients(**inputs | {"latents": broken}, sums=sums)
   part, _ = attend(**inputs | {"latents": broken})
@@ -178,19 +194,25 @@ def test_what_no_query_needs_is_not_gathered():
     assert jnp.isfinite(x[:, :first]).all() and jnp.isnan(x[:, first:]).all()
 
 
+def in_two(q, latents, slots, counts):
+  """Two sources of the latents, and what is chosen of each."""
+  del q
+  border = 150
+  slots, counts = np.asarray(slots), np.asarray(counts)
+  real = np.arange(slots.shape[2]) < counts[..., None]
+  parts = []
+  for low, high in ((0, border), (border, latents.shape[2])):
+    mine = real & (slots >= low) & (slots < high)
+    order = np.argsort(~mine, axis=-1, kind="stable")
+    own = np.take_along_axis(slots, order, -1) - low
+    parts.append(dict(slots=own, counts=mine.sum(-1, dtype=np.int32)))
+  return (latents[:, :, :border], latents[:, :, border:]), parts
+
+
 def test_parts_over_any_split_of_the_choice_merge_to_the_whole(x64):
   """Over two sources, in value and gradient."""
   inputs = problem(share=1)
-  latents = inputs["latents"]
-  border = 150
-  stacks = latents[:, :, :border], latents[:, :, border:]
-  real = np.arange(300) < np.asarray(inputs["counts"])[..., None]
-  parts = []
-  for low, high in ((0, border), (border, latents.shape[2])):
-    mine = real & (inputs["slots"] >= low) & (inputs["slots"] < high)
-    order = np.argsort(~mine, axis=-1, kind="stable")
-    slots = np.take_along_axis(np.asarray(inputs["slots"]), order, -1) - low
-    parts.append(dict(slots=slots, counts=mine.sum(-1, dtype=np.int32)))
+  stacks, parts = in_two(**inputs)
 
   def merged(q, stacks):
     found = [
@@ -336,6 +358,7 @@ def test_memory_does_not_grow_with_the_slots():
     run = jax.jit(gradients, donate_argnames="sums")
     return (
         attend.lower(**inputs).compile(),
+        weights_of.lower(**inputs, lse=shape((1, t, 4), f32)).compile(),
         run.lower(**inputs, sums=shape(stack, f32)).compile(),
     )
 
@@ -352,6 +375,11 @@ def test_arguments_that_do_not_fit_are_refused():
   queries = "q", "slots", "counts"
   with pytest.raises(ValueError, match="want a multiple of the 2 latent rows"):
     attend(**inputs | {name: inputs[name][:1] for name in queries})
+  with pytest.raises(ValueError, match="want a multiple of the 2 latent rows"):
+    weights_of(
+        **inputs | {name: inputs[name][:1] for name in queries},
+        lse=jnp.zeros((1, 3, 4)),
+    )
   for value_dim in (0, 17):
     with pytest.raises(ValueError, match=f"value_dim={value_dim}: want one in"):
       op.latent_attention(
@@ -361,3 +389,94 @@ def test_arguments_that_do_not_fit_are_refused():
           scale=SCALE,
           value_dim=value_dim,
       )
+
+
+def naive_weights(q, latents, slots, counts, lse):
+  """Averaged over heads, by a loop over queries in float64."""
+  q, latents, lse = (np.asarray(x, np.float64) for x in (q, latents, lse))
+  weights = np.zeros(slots.shape)
+  for b, t in np.ndindex(counts.shape):
+    row, real = b * latents.shape[1] // len(q), slice(int(counts[b, t]))
+    chosen = latents[LAYER, row, np.asarray(slots)[b, t, real]]
+    scores = SCALE * q[b, t] @ chosen.T
+    weights[b, t, real] = np.exp(scores - lse[b, t][:, None]).mean(0)
+  return weights
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_weights_are_those_of_attention_averaged_over_heads(
+    x64, sizes, counts, implementation
+):
+  """They are a share of all, and 0 from counts on."""
+  inputs = problem(**sizes, counts=counts)
+  inputs["lse"] = naive(**inputs).lse
+  found = weights_of(**inputs, implementation=implementation)
+  chex.assert_trees_all_close(
+      found, naive_weights(**inputs), atol=FLOAT64_TOLERANCE, rtol=0
+  )
+  counts = np.asarray(inputs["counts"])
+  unused = np.arange(found.shape[2]) >= counts[..., None]
+  assert not np.asarray(found)[unused].any()
+  wanted = np.where(counts > 0, 1.0, 0.0)
+  np.testing.assert_allclose(found.sum(-1), wanted, atol=FLOAT64_TOLERANCE)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_weights_are_shared_among_all_sources(x64, implementation):
+  """By the log-sum-exp of them all: one source has a part of the whole."""
+  inputs = problem(share=1)
+  stacks, parts = in_two(**inputs)
+  lse = naive(**inputs).lse
+  found = [
+      weights_of(
+          inputs["q"], stack, lse=lse, **part, implementation=implementation
+      )
+      for stack, part in zip(stacks, parts, strict=True)
+  ]
+  wanted = np.where(inputs["counts"] > 0, 1.0, 0.0)
+  first, second = (np.asarray(x.sum(-1)) for x in found)
+  assert (first[wanted > 0] < 1).any() and (second[wanted > 0] < 1).any()
+  np.testing.assert_allclose(first + second, wanted, atol=FLOAT64_TOLERANCE)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_weights_are_constants(x64, implementation):
+  inputs = problem(**SIZES[1])
+  choice = {name: inputs.pop(name) for name in ("slots", "counts")}
+  lse = naive(**inputs, **choice).lse
+  floats = dict(lse=jnp.where(jnp.isfinite(lse), lse, 0.0), **inputs)
+
+  def total(floats):
+    weights = weights_of(**floats, **choice, implementation=implementation)
+    return (weights**2).sum()
+
+  value, gradient = jax.value_and_grad(total)(floats)
+  assert value > 0
+  assert not any(x.any() for x in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_weights_of_bfloat16_latents_have_the_dtype_of_the_sums(implementation):
+  """Of what was rounded, they are those of float64."""
+  inputs = problem()
+  for name in ("q", "latents"):
+    inputs[name] = inputs[name].astype(jnp.bfloat16)
+  rounded = {
+      name: np.asarray(x, np.float64) if name in ("q", "latents") else x
+      for name, x in inputs.items()
+  }
+  inputs["lse"] = jnp.asarray(naive(**rounded).lse, jnp.float32)
+  found = weights_of(**inputs, implementation=implementation)
+  assert found.dtype == jnp.float32
+  wanted = naive_weights(**inputs).astype(np.float32)
+  np.testing.assert_allclose(found, wanted, atol=FLOAT32_TOLERANCE)
+
+
+def test_nothing_chosen_has_no_weights(x64):
+  inputs = problem(**SIZES[1])
+  inputs["slots"] = inputs["slots"][..., :0]
+  inputs["counts"] = jnp.zeros_like(inputs["counts"])
+  found = weights_of(**inputs, lse=jnp.zeros(inputs["q"].shape[:3]))
+  assert found.shape == (3, 5, 0) and found.dtype == jnp.float64
