@@ -11,7 +11,8 @@ PYTHON_VERSION := $(shell $(PYTHON) -c \
   'import platform; print(platform.python_version())' 2>/dev/null)
 # One stamp for each thing installed; the version in its name makes it stale.
 STAMP := $(VENV)/.$(PYTHON_VERSION)
-PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n auto --maxprocesses 4 \
+  --dist worksteal
 SOURCES := pallas_kernels modeling lstraw_jax experiments tests
 # A pyenv shim exists for every installed version but runs only the chosen one.
 FIND_PYTHON_NEXT = show='import sys; print(sys.executable)'; \

@@ -77,6 +77,7 @@ def kill_during_update(workdir, step):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.first_class
 def test_a_killed_run_goes_on_to_the_bits_of_an_unbroken_one(tmp_path):
   unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
   first = run(unbroken)

@@ -67,6 +67,7 @@ def bytes_on_a_device(tree) -> int:
   )
 
 
+@pytest.mark.first_class
 def test_what_a_replay_sends_does_not_depend_on_the_prompt():
   small, large = compiled_replay(SLOTS), compiled_replay(4 * SLOTS)
   kinds = {kind for kind, _ in sent(small)}

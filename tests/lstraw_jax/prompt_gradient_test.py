@@ -216,12 +216,12 @@ def assert_equal(got, wanted, loss, wanted_loss):
 @pytest.mark.parametrize(
     "kind,chunk_tokens,boundary_every,group_size",
     [
-        ("dense", 64, 1, 2),
+        pytest.param("dense", 64, 1, 2, marks=pytest.mark.first_class),
         ("dense", 16, 3, 5),
-        ("moe", 64, 3, 5),
-        ("adapters", 128, 1, 5),
-        ("dense", P, 1, 2),
         ("glm", 64, 1, 2),
+        pytest.param("dense", P, 1, 2, marks=pytest.mark.first_class),
+        pytest.param("moe", 64, 3, 5, marks=pytest.mark.first_class),
+        pytest.param("adapters", 128, 1, 5, marks=pytest.mark.first_class),
         pytest.param("glm-adapters", 16, 3, 5, marks=pytest.mark.first_class),
     ],
 )
@@ -242,7 +242,12 @@ def test_exact_is_the_gradient_of_one_graph_over_everything(
 
 
 @pytest.mark.parametrize(
-    "kind", ["dense", "moe", pytest.param("glm", marks=pytest.mark.first_class)]
+    "kind",
+    [
+        "moe",
+        pytest.param("dense", marks=pytest.mark.first_class),
+        pytest.param("glm", marks=pytest.mark.first_class),
+    ],
 )
 def test_exact_less_dropped_is_the_term_of_the_prompt(x64, kind):
   policy, groups = tiny.policy(KINDS[kind]), [group(5)]
@@ -290,6 +295,7 @@ def test_both_losses_go_in_one_sweep(x64):
   assert abs(ours.prompt_loss - on_prompt) < TOLERANCE * abs(on_prompt)
 
 
+@pytest.mark.first_class
 def test_prompts_of_a_batch_are_the_sum_of_each(x64):
   """Of unequal length: one has no slot at all, one ends chunks before."""
   policy = tiny.policy(KINDS["dense"])
@@ -313,6 +319,7 @@ def test_the_prompt_and_its_tape_are_left_bitwise_as_they_were(x64):
   jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
+@pytest.mark.first_class
 def test_host_memory_gives_the_same_bits():
   """Of slots, of their cotangents and of the boundaries."""
   policy = tiny.policy(tiny.config(dtype="float32"))
@@ -391,6 +398,7 @@ def test_settings_out_of_range_are_refused(x64):
     zero_cotangent(policy, prompt, dtype="float16")
 
 
+@pytest.mark.first_class
 def test_bfloat16_sums_are_near_and_half_as_large():
   policy = tiny.policy(tiny.config(dtype="float32"))
   state, groups = captured(policy, [group(5)]), [group(5)]

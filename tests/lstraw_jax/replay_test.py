@@ -177,6 +177,7 @@ def test_the_gradient_is_that_of_one_graph_behind_a_constant_prompt(
   assert_equals_oracle(kind, branches, found, PLAIN)
 
 
+@pytest.mark.first_class
 def test_every_term_of_the_objective_reaches_every_adapter(x64):
   branches = full_branches("adapters")
   found = replayed("adapters", branches, FULL)

@@ -115,7 +115,7 @@ def padded(sequences):
     "kind",
     [
         "tiny",
-        "tiny-moe",
+        pytest.param("tiny-moe", marks=pytest.mark.first_class),
         pytest.param("tiny-glm", marks=pytest.mark.first_class),
     ],
 )
