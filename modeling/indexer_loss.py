@@ -136,11 +136,8 @@ def indexer_loss(
 
 
 def _divergence(p, score, score_lse):
-  """Returns p (log p - log softmax(score)), 0 where p is."""
-  some = p > 0
-  p, score = jnp.where(some, p, 1.0), jnp.where(some, score, 0.0)
-  score_lse = jnp.where(some, score_lse, 0.0)
-  return jnp.where(some, p * (jnp.log(p) - (score - score_lse)), 0.0)
+  """Returns p (log p - log softmax(score)), 0 where p is; p is a constant."""
+  return jnp.where(p > 0, p * (jnp.log(p) - (score - score_lse)), 0.0)
 
 
 def _of_all_shards(x_BT):

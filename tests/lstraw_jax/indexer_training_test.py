@@ -24,10 +24,17 @@ from modeling import checkpoint_names
 from modeling.models import abstract_model
 from modeling.parameter import Buffer, IndexerParam
 from modeling.sharding import make_mesh
-from tests import tiny
+from tests import programs, tiny
+from tests.large import LARGE_GLM, SLOTS, shapes
 
 TOLERANCE = 1e-12  # float64, relative to the largest entry of a leaf
-CONFIG = tiny.config("tiny-glm", train_indexers=True)
+CONFIG = tiny.config(
+    "tiny-glm",
+    indexer_types=("full", "shared")
+    * 3,  # the second one is of the third layer
+    mlp_layer_types=("dense", "sparse") * 3,
+    train_indexers=True,
+)
 CHUNK, CAPACITY = 16, 80
 ONE = (1, 1, 1)
 # A multiple of no chunk; the second one ends chunks before.
@@ -157,6 +164,22 @@ def test_sums_are_those_of_index_keys_alone(x64):
   keys, sums = prompt.slots.index_key, cotangent.slots.index_key
   assert (sums.shape, sums.dtype) == (keys.shape, jnp.float64)
   assert keys.any() and not sums.any()
+
+
+@pytest.mark.first_class
+def test_temporaries_do_not_depend_on_the_prompt():
+  """Index keys and latents are read, and sums are added to, where they lie."""
+  compiled = {}
+  for slots in (SLOTS, 4 * SLOTS):
+    config = LARGE_GLM.replace(train_indexers=True)
+    stages = shapes(slots=slots, config=config, group_size=0)
+    compiled[slots] = stages.lower("prompt_gradient").compile()
+  one, four = map(programs.temp_bytes, compiled.values())
+  print(f"{one:,} bytes, {four:,} with 4 times the slots")
+  assert four - one < 9 * 3 * SLOTS  # two copies of the positions
+  stored = config.slot_shapes(batch=1, slots=slots)
+  found = programs.buffers_with(compiled[slots], slots)
+  assert {*found} == {(1, slots), stored.latent.shape, stored.index_key.shape}
 
 
 def test_steps_change_indexers_alone_and_lower_their_loss(x64):

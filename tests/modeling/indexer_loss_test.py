@@ -18,11 +18,11 @@ from tests.random_model import random_model
 
 TOLERANCE = 1e-12
 BF16_TOLERANCE = 0.1  # of losses, relative to their mean; 0.03 is found
-# Two groups; numbers of layers and of indexers differ.
+# Two groups; the second indexer is of the third layer.
 LAYERS = dict(
-    num_hidden_layers=3,
-    indexer_types=("full", "shared", "full"),
-    mlp_layer_types=("dense", "sparse", "sparse"),
+    num_hidden_layers=4,
+    indexer_types=("full", "shared", "full", "full"),
+    mlp_layer_types=("dense", "sparse", "sparse", "sparse"),
 )
 CONFIG = tiny.config("tiny-glm", **LAYERS)
 K = CONFIG.index_topk
@@ -194,7 +194,7 @@ def test_bfloat16_activations_give_nearly_the_same_losses():
   Rounding changes no choice, as none is made of tokens or experts.
   """
   changes = LAYERS | dict(
-      index_topk=T, mlp_layer_types=("dense",) * 3, train_indexers=True
+      index_topk=T, mlp_layer_types=("dense",) * 4, train_indexers=True
   )
   wide = random_model(tiny.config("tiny-glm", dtype="float32", **changes))
   narrow = random_model(tiny.config("tiny-glm", dtype="bfloat16", **changes))
