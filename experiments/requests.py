@@ -11,8 +11,10 @@ from experiments.fit_check import Extent
 from experiments.settings import Settings
 from experiments.tokenizer import load_tokenizer
 from experiments.turns import turns
+from lstraw_jax.record_reader import ChoiceLimits
 from lstraw_jax.rollout_reader import read_rollout_groups
 from lstraw_jax.train_step import Request
+from modeling.glm_moe_dsa_config import GlmMoeDsaConfig
 
 
 class Requests(NamedTuple):
@@ -37,6 +39,7 @@ def make_requests(config: Any, settings: Settings) -> Requests:
         vocab_size=settings.model.vocab_size,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.data.max_response_tokens,
+        choices=_choices(settings.model),
     )
     if settings.update.old_log_probs == "rollouts":
       _require_log_probs(groups, config.data.rollouts)
@@ -75,6 +78,20 @@ def make_requests(config: Any, settings: Settings) -> Requests:
       for turn in turns(config, settings.mesh, position)
   ]
   return Requests(at, extent)
+
+
+def _choices(model) -> dict[str, ChoiceLimits]:
+  """Returns what a record of the model's choices may hold."""
+  if not isinstance(model, GlmMoeDsaConfig):
+    return {}
+  return dict(
+      selections=ChoiceLimits(model.num_indexers, model.index_topk, None),
+      experts=ChoiceLimits(
+          model.mlp_layer_types.count("sparse"),
+          model.num_experts_per_tok,
+          model.n_routed_experts,
+      ),
+  )
 
 
 def _require_log_probs(groups, path) -> None:

@@ -110,9 +110,32 @@ def parse_tokens(
         got="both" if file in record else "neither",
     )
   if file in record:
-    return check_tokens(_map_file(record[file], file, folder), file, limits)
+    wanted = "the name of a .npy of integers, one-dimensional"
+    tokens = map_file(record[file], file, folder, wanted=wanted)
+    if tokens.ndim != 1:
+      fix, got = "np.save a list of token ids", f"shape {tokens.shape}"
+      raise invalid(file, record[file], wanted, fix, got=got)
+    return check_tokens(tokens, file, limits)
   values = parse_list(record[inline], inline, (int,), "token ids")
   return check_tokens(values, inline, limits)
+
+
+def map_file(
+    name: object, field: str, folder: pathlib.Path, *, wanted: str
+) -> np.ndarray:
+  """Maps a .npy of integers, so that its shape is checked before it is read."""
+  fix = "np.save it in the folder of the JSONL"
+  if not isinstance(name, str):
+    raise invalid(field, name, wanted, fix)
+  try:
+    array = np.lib.format.open_memmap(folder / name, mode="r")
+  except (OSError, ValueError) as error:
+    got = f"an unreadable file ({error})"
+    raise invalid(field, name, wanted, fix, got=got) from error
+  if array.dtype.kind not in "iu":
+    got = f"shape {array.shape} of {array.dtype}"
+    raise invalid(field, name, wanted, fix, got=got)
+  return array
 
 
 def check_tokens(
@@ -219,20 +242,3 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     got = f"this key {keys.count(key)} times"
     raise invalid(key, record[key], "it once", "drop the others", got=got)
   return record
-
-
-def _map_file(name: object, field: str, folder: pathlib.Path) -> np.ndarray:
-  """Maps a file of tokens, so that its length is checked before it is read."""
-  fix = "np.save it in the folder of the JSONL"
-  wanted = "the name of a .npy of integers, one-dimensional"
-  if not isinstance(name, str):
-    raise invalid(field, name, wanted, fix)
-  try:
-    tokens = np.lib.format.open_memmap(folder / name, mode="r")
-  except (OSError, ValueError) as error:
-    got = f"an unreadable file ({error})"
-    raise invalid(field, name, wanted, fix, got=got) from error
-  if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-    got = f"shape {tokens.shape} of {tokens.dtype}"
-    raise invalid(field, name, wanted, fix, got=got)
-  return tokens

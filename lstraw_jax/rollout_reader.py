@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -17,7 +19,11 @@ from lstraw_jax.jsonl import (
     parse_tokens,
     read_jsonl,
 )
+from lstraw_jax.record_reader import ChoiceLimits, read_record
 from lstraw_jax.rollouts import Rollout, RolloutGroup
+from modeling.layer_state import Record
+
+ParseRecord = Callable[..., Record]  # as `read_record`, for one prompt
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -28,22 +34,30 @@ def read_rollout_groups(
     vocab_size: int,
     max_prompt_tokens: int,
     max_response_tokens: int,
+    choices: Mapping[str, ChoiceLimits] | None = None,
 ) -> tuple[RolloutGroup, ...]:
   """Reads a JSONL file of groups, one object a line; blank lines are skipped.
 
       {"group_id": "a", "prompt_tokens": [1, 2] or "prompt_file": "x.npy",
        "responses": [{"tokens": [3, 4], "reward": 0.5,
-                      "log_probs": [-0.1, -2.0], "loss_mask": [1, 0]}, ...]}
+                      "log_probs": [-0.1, -2.0], "loss_mask": [1, 0],
+                      "experts_file": "e.npy", "selections_file": "s.npy"},
+                     ...]}
 
   `prompt_file` is a one-dimensional .npy of integers, relative to the folder
   of the JSONL. `log_probs` (nats) may be absent from all responses of a
-  group; `loss_mask` (0, 1, false or true) keeps every token when absent.
+  group; `loss_mask` (0, 1, false or true) keeps every token when absent. Where
+  the sampler recorded what it chose, for replay to choose the same, the two
+  files hold it: [R, layers, entries] where each token was drawn, of experts
+  their ids, of selections positions, -1 where there are fewer.
 
   Args:
     path: the JSONL file.
     vocab_size: token ids must be in [0, vocab_size).
     max_prompt_tokens: longest prompt allowed.
     max_response_tokens: longest response allowed.
+    choices: what those of each kind are like that the model makes, by the names
+      of `Record`; None: it makes none.
 
   Returns:
     The groups, in the order of the file.
@@ -72,16 +86,26 @@ def read_rollout_groups(
         required=("group_id", "responses"),
         optional=("prompt_tokens", "prompt_file"),
     )
+    group_id = _parse_group_id(record["group_id"], seen)
+    prompt_tokens = parse_tokens(
+        record,
+        inline="prompt_tokens",
+        file="prompt_file",
+        folder=folder,
+        limits=of_prompts,
+    )
+    parse_record = partial(
+        read_record,
+        folder=folder,
+        prompt_tokens=prompt_tokens.size,
+        limits=choices or {},
+    )
     return RolloutGroup(
-        group_id=_parse_group_id(record["group_id"], seen),
-        prompt_tokens=parse_tokens(
-            record,
-            inline="prompt_tokens",
-            file="prompt_file",
-            folder=folder,
-            limits=of_prompts,
+        group_id=group_id,
+        prompt_tokens=prompt_tokens,
+        rollouts=_parse_responses(
+            record["responses"], of_responses, parse_record
         ),
-        rollouts=_parse_responses(record["responses"], of_responses),
     )
 
   return tuple(read_jsonl(path, parse, what="groups"))
@@ -100,14 +124,14 @@ def _parse_group_id(group_id: object, seen: set[str]) -> str:
 
 
 def _parse_responses(
-    responses: object, limits: TokenLimits
+    responses: object, limits: TokenLimits, parse_record: ParseRecord
 ) -> tuple[Rollout, ...]:
   """Parses the responses of one group."""
   if not isinstance(responses, list) or len(responses) < 2:
     fix = "sample more per prompt; alone, a response has advantage 0"
     raise invalid("responses", responses, "a list of two or more", fix)
   rollouts = tuple(
-      _parse_response(response, f"responses[{i}]", limits)
+      _parse_response(response, f"responses[{i}]", limits, parse_record)
       for i, response in enumerate(responses)
   )
   missing = [rollout.log_probs is None for rollout in rollouts]
@@ -123,7 +147,10 @@ def _parse_responses(
 
 
 def _parse_response(
-    response: object, field: str, limits: TokenLimits
+    response: object,
+    field: str,
+    limits: TokenLimits,
+    parse_record: ParseRecord,
 ) -> Rollout:
   """Parses one response."""
   if not isinstance(response, dict):
@@ -133,7 +160,7 @@ def _parse_response(
       response,
       f"{field}.",
       required=("tokens", "reward"),
-      optional=("log_probs", "loss_mask"),
+      optional=("log_probs", "loss_mask", "experts_file", "selections_file"),
   )
   name = f"{field}.tokens"
   values = parse_list(response["tokens"], name, (int,), "token ids")
@@ -148,6 +175,7 @@ def _parse_response(
       reward=_parse_reward(response["reward"], f"{field}.reward"),
       log_probs=_parse_log_probs(response, field, tokens.size),
       loss_mask=mask,
+      record=parse_record(response, field, response_tokens=tokens.size),
   )
 
 
