@@ -39,7 +39,7 @@ plan-env:  ## make .venv-plan: compilers for GPUs and TPUs that are not there
 test: $(STAMP)-reference  ## run all tests on 8 virtual CPU devices
 	$(PYTEST) $(ARGS)
 
-test-next:  ## run the tests on Python 3.12 with jax 0.11, where there is one
+test-next:  ## run a case of each test on Python 3.12 with jax 0.11, if found
 	@python=$$($(FIND_PYTHON_NEXT)); if [ -n "$$python" ]; then \
 	  $(MAKE) --no-print-directory run-next VENV=.venv-next PYTHON="$$python"; \
 	else echo "test-next: skipped, this machine has no Python 3.12" \
@@ -47,7 +47,7 @@ test-next:  ## run the tests on Python 3.12 with jax 0.11, where there is one
 
 run-next: $(STAMP)-test
 	@$(BIN)/python -c 'import jax; assert jax.__version__.startswith("0.11.")'
-	$(PYTEST) -m "not reference and not first_class" $(ARGS)
+	$(PYTEST) --one-case -m "not reference and not first_class" $(ARGS)
 
 lint: $(STAMP)-lint  ## check style and types
 	$(BIN)/ruff check $(SOURCES)

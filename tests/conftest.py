@@ -34,6 +34,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import gc
+import pathlib
 from collections.abc import Iterator
 
 import hypothesis
@@ -52,6 +53,32 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("lstraw_jax")
 
+_MAPS = pathlib.Path("/proc/self/maps")
+_MOST_MAPS = 20_000
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+  parser.addoption(
+      "--one-case",
+      action="store_true",
+      help="run one case of each test, the first that is left: other versions"
+      " of packages break interfaces, not one value of many",
+  )
+
+
+@pytest.hookimpl(trylast=True)  # once -k and -m have chosen
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+  if config.getoption("--one-case"):
+    first = {}
+    for item in items:
+      first.setdefault(item.nodeid.partition("[")[0], item)
+    config.hook.pytest_deselected(
+        items=[item for item in items if item not in first.values()]
+    )
+    items[:] = first.values()
+
 
 @pytest.fixture
 def x64() -> Iterator[None]:
@@ -62,12 +89,24 @@ def x64() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs_end_with_their_file() -> Iterator[None]:
-  """Frees the programs that a test file compiled.
+  """Frees the programs that a test file compiled."""
+  yield
+  _free_programs()
 
-  Each holds some tens of memory maps. Over the suite they exceed the number
-  that Linux allows a process (vm.max_map_count, 65,530), and XLA then crashes
-  in whatever test runs.
+
+@pytest.fixture(autouse=True)
+def _programs_stay_few() -> Iterator[None]:
+  """Frees programs within a file that compiles very many.
+
+  Each holds some tens of memory maps. When they exceed the number that Linux
+  allows a process (vm.max_map_count, 65,530), XLA crashes in whatever test
+  runs.
   """
   yield
+  if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
+    _free_programs()
+
+
+def _free_programs() -> None:
   jax.clear_caches()
   gc.collect()
