@@ -53,6 +53,7 @@ def offline_config(folder, **changes):
   return config
 
 
+@pytest.mark.first_class
 def test_adapters_train_on_rollouts_from_a_file(tmp_path):
   save_model(random_model(preset("tiny"), seed=0), tmp_path / "model")
   write_rollouts(tmp_path / "groups.jsonl")

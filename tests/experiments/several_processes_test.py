@@ -84,6 +84,7 @@ def expect_same_arrays(got, wanted):
     )
 
 
+@pytest.mark.first_class
 @pytest.mark.timeout(900)
 def test_two_processes_train_as_one_device_does(tmp_path, x64):
   one, two = tmp_path / "one", tmp_path / "two" / "run"

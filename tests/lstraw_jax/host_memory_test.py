@@ -109,6 +109,7 @@ def traced(stage, kind, *, model="dense"):
       return sample.trace(ours, state, keys, group_size=2, config=SAMPLING)
 
 
+@pytest.mark.first_class
 @pytest.mark.parametrize(
     "model", ["dense", pytest.param("glm", marks=pytest.mark.first_class)]
 )

@@ -241,6 +241,7 @@ def test_exact_is_the_gradient_of_one_graph_over_everything(
   assert tiny.largest_difference(ours.dropped, wanted) > 0.1
 
 
+@pytest.mark.first_class
 @pytest.mark.parametrize(
     "kind",
     [
@@ -268,6 +269,7 @@ def test_exact_less_dropped_is_the_term_of_the_prompt(x64, kind):
   assert sum(zero) == 2  # lm_head and the last norm
 
 
+@pytest.mark.first_class
 def test_a_loss_on_the_prompt_alone_is_supervised_training(x64):
   policy, groups, weights = (
       tiny.policy(KINDS["dense"]),
@@ -281,6 +283,7 @@ def test_a_loss_on_the_prompt_alone_is_supervised_training(x64):
   assert_equal(ours.exact, wanted, ours.prompt_loss, loss)
 
 
+@pytest.mark.first_class
 def test_both_losses_go_in_one_sweep(x64):
   policy, groups, weights = (
       tiny.policy(KINDS["dense"]),
@@ -308,6 +311,7 @@ def test_prompts_of_a_batch_are_the_sum_of_each(x64):
   assert_equal(ours.exact, summed, ours.loss, sum(losses))
 
 
+@pytest.mark.first_class
 def test_the_prompt_and_its_tape_are_left_bitwise_as_they_were(x64):
   policy, groups = tiny.policy(KINDS["dense"]), [group(2)]
   state = captured(policy, groups, boundary_every=3)

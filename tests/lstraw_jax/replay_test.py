@@ -364,6 +364,7 @@ def test_settings_out_of_range_are_refused(name, value):
     dataclasses.replace(PLAIN, **{name: value})
 
 
+@pytest.mark.first_class
 def test_memory_does_not_grow_with_the_group():
   """Temporaries alone: of the inputs and outputs [G, R] grow, 18 B a token."""
   few, many = compiled_replay(group_size=2), compiled_replay(group_size=16)
@@ -373,6 +374,7 @@ def test_memory_does_not_grow_with_the_group():
   assert abs(programs.temp_bytes(many) / one_branch - 1) < 0.01
 
 
+@pytest.mark.first_class
 def test_memory_does_not_grow_with_the_prompt_beyond_its_state():
   """No gradient of its keys and values exists, nor a copy of any layer."""
   small, large = compiled_replay(slots=SLOTS), compiled_replay(slots=4 * SLOTS)
@@ -385,6 +387,7 @@ def test_memory_does_not_grow_with_the_prompt_beyond_its_state():
   assert inputs[1] - inputs[0] == state_growth
 
 
+@pytest.mark.first_class
 def test_memory_grows_with_depth_by_inputs_and_keys_alone():
   """Activations are rematerialised layer by layer.
 
@@ -406,6 +409,7 @@ def test_the_gradients_are_accumulated_in_place():
   assert compiled_replay().memory_analysis().alias_size_in_bytes == wanted
 
 
+@pytest.mark.first_class
 def test_no_buffer_holds_the_vocabulary_for_more_rows_than_a_chunk():
   with_vocab = programs.buffers_with(compiled_replay(), VOCAB)
   assert (1, HEAD_ROWS, VOCAB) in with_vocab

@@ -147,6 +147,7 @@ def scored(policy, prompt, group):
   )
 
 
+@pytest.mark.first_class
 def test_a_learning_rate_of_zero_leaves_every_log_prob_bitwise(x64):
   seen, group = [], group_a()
 
@@ -186,6 +187,7 @@ def test_prompts_add_up_and_are_divided_once(x64):
   np.testing.assert_allclose(metrics.loss, loss, rtol=FLOAT64_TOLERANCE)
 
 
+@pytest.mark.first_class
 def test_prompts_of_one_turn_are_those_of_turns_of_their_own(x64):
   """Of other lengths, other numbers of responses, and some without a loss."""
   fewer = dataclasses.replace(group_a(), rollouts=group_a().rollouts[:2])
