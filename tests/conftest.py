@@ -71,12 +71,11 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
   if config.getoption("--one-case"):
-    first = {}
+    first, others = {}, []
     for item in items:
-      first.setdefault(item.nodeid.partition("[")[0], item)
-    config.hook.pytest_deselected(
-        items=[item for item in items if item not in first.values()]
-    )
+      if first.setdefault(item.nodeid.partition("[")[0], item) is not item:
+        others.append(item)
+    config.hook.pytest_deselected(items=others)
     items[:] = first.values()
 
 

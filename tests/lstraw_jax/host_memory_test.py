@@ -110,9 +110,7 @@ def traced(stage, kind, *, model="dense"):
 
 
 @pytest.mark.first_class
-@pytest.mark.parametrize(
-    "model", ["dense", pytest.param("glm", marks=pytest.mark.first_class)]
-)
+@pytest.mark.parametrize("model", ["dense", "glm"])
 def test_every_result_is_bitwise_that_of_device_memory(model):
   found = {}
   for kind in KINDS:

@@ -45,7 +45,7 @@ OF_SLOTS = {
     "glm": ("kv_a_proj_with_mqa", "kv_b_proj"),
 }
 PROMPT_TOKENS = (1, 38, 3, 33)
-LENGTHS = ((1, 20, 5), (13,), (4, 4, 18), (7,))
+LENGTHS = ((1, 20, 5), (7, 2), (13,), (4, 4, 18))
 GROUPS = [
     tiny.group(tiny.tokens(count, seed=index), lengths, masked=0.2, seed=index)
     for index, (count, lengths) in enumerate(
